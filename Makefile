@@ -1,0 +1,40 @@
+# every target does its own set-up: a virtual environment with the pinned, tested versions of constraints.txt
+PYTHON ?= python3
+VENV := .venv
+OLDEST := .venv-oldest
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
+OLDEST_TRANSFORMERS := $(shell sed -n 's/^ *transformers>=\([0-9.]*\),.*/\1/p' setup.cfg)
+
+.PHONY: demo test test-fast quality style clean
+
+demo: $(VENV)/ready
+	$(VENV)/bin/python examples/demo.py
+
+test: $(VENV)/ready $(OLDEST)/ready
+	$(VENV)/bin/python -m pytest -n 2 --peer-python $(OLDEST)/bin/python tests
+	$(OLDEST)/bin/python -m pytest -n 2 -m "not slow" tests
+
+test-fast: $(VENV)/ready
+	$(VENV)/bin/python -m pytest -n 2 -m "not slow" tests
+
+quality: $(VENV)/ready
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/codespell
+
+style: $(VENV)/ready
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+clean:
+	rm -rf $(VENV) $(OLDEST) demo_output build dist *.egg-info
+
+$(VENV)/ready: setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python $(PIP_INSTALL) -e ".[test,triton,quality]"
+	touch $@
+
+# the oldest supported transformers and no Triton; all else is read from the first environment
+$(OLDEST)/ready: $(VENV)/ready
+	$(PYTHON) -m venv $(OLDEST)
+	touch $@

@@ -1,0 +1,97 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""Configuration of Qwen3 with Depth-Attention (arXiv 2606.05014)."""
+
+from typing import Literal
+
+from huggingface_hub.dataclasses import strict
+from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+
+
+@strict
+class DepthQwen3Config(Qwen3Config):
+    r"""
+    Configuration of [`DepthQwen3Model`]: every field of [`~transformers.Qwen3Config`], and the following.
+
+    Layer `l` mixes its value with the values of its source layers: the earlier layers `i` with
+    `i % depth_stride == 0`, and the `depth_window` layers just before it (paper section 3; the released 3B
+    model has 48 layers and a stride of 24).
+
+    Args:
+        depth_stride (`int`, *optional*):
+            Distance between source layers. 1 makes every earlier layer a source, 0 switches the mixing off (the
+            model is then plain Qwen3, also where `depth_window` is set). `None` stands for half the number of layers
+            and is replaced by that number.
+        depth_window (`int`, *optional*, defaults to 0):
+            How many of the most recent layers are sources besides those of the stride.
+        key_norm_position (`str`, *optional*, defaults to `"before_rope"`):
+            `"before_rope"` normalises the key and then rotates it, as Qwen3 does; `"after_rope"` rotates first, as
+            the released Depth-Attention 3B weights need. The query is normalised first in both.
+        num_loops (`int`, *optional*, defaults to 1):
+            How many times the stack of layers runs. Only 1 is supported by this version.
+        depth_impl (`str`, *optional*, defaults to `"auto"`):
+            Implementation of the mixing: `"triton"`, `"reference"` (pure PyTorch) or `"auto"`. See
+            [`~depthmix.kernels.depth_value_mix`].
+        output_depth_weights (`bool`, *optional*, defaults to `False`):
+            Whether the model returns the weights of the mixing by default.
+
+    Raises:
+        `ValueError`: for a value that is out of range; the message names the field, the value and the rule.
+
+    ```python
+    >>> from depthmix import DepthQwen3Config
+
+    >>> DepthQwen3Config(num_hidden_layers=8, depth_stride=4).depth_sources
+    ((), (0,), (0,), (0,), (0,), (0, 4), (0, 4), (0, 4))
+    ```
+    """
+
+    model_type = "depth_qwen3"
+    # a stage of a pipeline would need the earlier layers' keys and values besides the hidden states
+    base_model_pp_plan = None
+
+    depth_stride: int | None = None
+    depth_window: int = 0
+    key_norm_position: Literal["before_rope", "after_rope"] = "before_rope"
+    num_loops: int = 1
+    depth_impl: Literal["auto", "triton", "reference"] = "auto"
+    output_depth_weights: bool = False
+
+    def __post_init__(self, **kwargs):
+        # reading a vanilla checkpoint into this class must not leave "qwen3" on the instance
+        kwargs.pop("model_type", None)
+        if self.depth_stride is None:
+            self.depth_stride = max(1, self.num_hidden_layers // 2)
+        super().__post_init__(**kwargs)
+
+    def validate_depth_mixing(self):
+        """Part of the `@strict` validation, which runs on construction and before saving."""
+        if self.depth_stride is not None and self.depth_stride < 0:
+            raise ValueError(
+                f"depth_stride={self.depth_stride}: must be a positive number of layers, 0 for no mixing, or None for "
+                "half the number of layers."
+            )
+        if self.depth_window < 0:
+            raise ValueError(f"depth_window={self.depth_window}: must be a number of layers, at least 0.")
+        if self.num_loops != 1:
+            raise ValueError(
+                f"num_loops={self.num_loops}: must be 1; looped models are not supported by this version of depthmix."
+            )
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        if kv_heads is not None and (kv_heads < 1 or heads % kv_heads):
+            raise ValueError(
+                f"num_key_value_heads={kv_heads}: must divide num_attention_heads={heads}, since the depth query of a "
+                "key-value head is the mean of its group of query heads."
+            )
+
+    @property
+    def depth_sources(self) -> tuple[tuple[int, ...], ...]:
+        """For each layer, the indices of the layers whose keys and values it mixes in, ascending."""
+        if self.depth_stride == 0:
+            return ((),) * self.num_hidden_layers
+        return tuple(
+            tuple(i for i in range(layer) if i % self.depth_stride == 0 or i >= layer - self.depth_window)
+            for layer in range(self.num_hidden_layers)
+        )
+
+
+__all__ = ["DepthQwen3Config"]

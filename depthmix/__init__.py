@@ -1,0 +1,29 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""
+Cross-layer (depth) mixing for Hugging Face Transformers.
+
+Importing this package registers its configurations and models with the Auto classes of transformers, and makes every
+save of them carry the code that is needed to load it without this package.
+"""
+
+from depthmix.auto import register
+from depthmix.configuration import DepthQwen3Config
+from depthmix.modeling import (
+    DepthQwen3ForCausalLM,
+    DepthQwen3ForSequenceClassification,
+    DepthQwen3Model,
+    DepthQwen3PreTrainedModel,
+)
+from depthmix.version import __version__
+
+
+register()
+
+__all__ = [
+    "DepthQwen3Config",
+    "DepthQwen3ForCausalLM",
+    "DepthQwen3ForSequenceClassification",
+    "DepthQwen3Model",
+    "DepthQwen3PreTrainedModel",
+    "__version__",
+]

@@ -1,0 +1,41 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""Registration with the Auto classes of transformers."""
+
+from importlib import import_module
+
+import transformers
+
+from depthmix.hub import ship_remote_code
+
+
+# model type -> Auto class -> module and class; also what `auto_map` in a saved config.json says.
+# the config comes first, and the base model is there for servers, which load it instead of a head
+AUTO_MAPS = {
+    "depth_qwen3": {
+        "AutoConfig": "configuration_depth_qwen3.DepthQwen3Config",
+        "AutoModel": "modeling_depth_qwen3.DepthQwen3Model",
+        "AutoModelForCausalLM": "modeling_depth_qwen3.DepthQwen3ForCausalLM",
+        "AutoModelForSequenceClassification": "modeling_depth_qwen3.DepthQwen3ForSequenceClassification",
+    },
+}
+
+
+def auto_classes(model_type: str) -> dict[str, type]:
+    """The classes that `AUTO_MAPS` names for a model type, by the name of their Auto class."""
+    return {
+        auto_class: getattr(import_module(f"depthmix.{module.split('_')[0]}.{module}"), name)
+        for auto_class, (module, name) in (
+            (auto_class, reference.split(".")) for auto_class, reference in AUTO_MAPS[model_type].items()
+        )
+    }
+
+
+def register() -> None:
+    """Makes the Auto classes know this package's models. Doing it again changes nothing."""
+    for model_type, auto_map in AUTO_MAPS.items():
+        classes = auto_classes(model_type)
+        config_class = classes.pop("AutoConfig")
+        transformers.AutoConfig.register(model_type, config_class, exist_ok=True)
+        for auto_class, model_class in classes.items():
+            getattr(transformers, auto_class).register(config_class, model_class, exist_ok=True)
+        ship_remote_code(config_class, auto_map)

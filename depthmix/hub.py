@@ -1,0 +1,104 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""
+Self-contained code for saved models, so that they load with `trust_remote_code=True` where depthmix is not installed.
+
+Transformers copies remote code as flat files that import each other by `from .name import …`. The modules of this
+package import across folders by `from depthmix.<folder>.<module> import …`, one module per statement, and have names
+that are unique over all folders: so one substitution turns them into such files, with comments and line numbers kept.
+"""
+
+import argparse
+import functools
+import json
+import re
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+
+BUNDLED_FOLDERS = ("configuration", "modeling", "kernels")
+_ACROSS_FOLDERS = re.compile(rf"^(\s*)from depthmix\.(?:{'|'.join(BUNDLED_FOLDERS)})\.(\w+) import ", re.MULTILINE)
+_SIBLING = re.compile(r"^\s*from \.(\w+) import ", re.MULTILINE)
+_NOT_FLAT = re.compile(r"^\s*(?:from\s+(?:depthmix\b|\.\.|\.\s+import|\.\w+\.)|import\s+depthmix\b).*", re.MULTILINE)
+
+
+def collect_remote_code(auto_map: dict[str, str]) -> dict[str, str]:
+    """
+    The flat modules that the classes of an `auto_map` need, by file name.
+
+    Raises:
+        `ImportError`: if a module imports in a way that cannot be made flat; the message names file and statement.
+    """
+    files: dict[str, str] = {}
+    pending = sorted({reference.split(".")[0] for reference in auto_map.values()})
+    while pending:
+        module = pending.pop()
+        if f"{module}.py" in files:
+            continue
+        code = _ACROSS_FOLDERS.sub(r"\1from .\2 import ", _module_path(module).read_text(encoding="utf-8"))
+        if statement := _NOT_FLAT.search(code):
+            raise ImportError(f"{module}.py: `{statement[0].strip()}` cannot be part of a saved model's code.")
+        files[f"{module}.py"] = code
+        pending += _SIBLING.findall(code)
+    return dict(sorted(files.items()))
+
+
+def write_remote_code(directory: str | Path, auto_map: dict[str, str]) -> list[str]:
+    """Writes these modules into a folder and returns their file names."""
+    files = collect_remote_code(auto_map)
+    for name, code in files.items():
+        Path(directory, name).write_text(code, encoding="utf-8")
+    return list(files)
+
+
+def ship_remote_code(config_class: type, auto_map: dict[str, str]) -> None:
+    """
+    Makes every save of a configuration write `auto_map` and the code beside it.
+
+    The hook sits where all saves pass: `save_pretrained` and `push_to_hub` of configurations and models, the Trainer,
+    a merged PEFT model and consolidated distributed checkpoints write the configuration through `to_json_file`. It is
+    installed from here, so the code that is saved does not contain it.
+    """
+    original = config_class.to_json_file
+    if hasattr(original, "ships_remote_code"):
+        return
+
+    @functools.wraps(original)
+    def to_json_file(self, json_file_path, use_diff: bool = True):
+        self.auto_map = dict(auto_map)
+        write_remote_code(Path(json_file_path).parent, auto_map)
+        return original(self, json_file_path, use_diff=use_diff)
+
+    to_json_file.ships_remote_code = True
+    config_class.to_json_file = to_json_file
+
+
+def _module_path(module: str) -> Path:
+    for folder in BUNDLED_FOLDERS:
+        spec = find_spec(f"depthmix.{folder}.{module}")
+        if spec is not None:
+            return Path(spec.origin)
+    raise ImportError(f"No module {module} in {', '.join(BUNDLED_FOLDERS)} of depthmix.")
+
+
+def main() -> None:
+    """Adds the code, or replaces it by this version's, in the folder of a saved model."""
+    from depthmix.auto import AUTO_MAPS
+
+    parser = argparse.ArgumentParser(prog="python -m depthmix.hub", description=main.__doc__)
+    parser.add_argument("directory", type=Path, help="folder of a saved depthmix model")
+    directory = parser.parse_args().directory
+    config_path = directory / "config.json"
+    if not config_path.is_file():
+        sys.exit(f"{directory}: no config.json there.")
+    config = json.loads(config_path.read_text(encoding="utf-8"))
+    model_type = config.get("model_type")
+    if model_type not in AUTO_MAPS:
+        sys.exit(f"{config_path}: model_type is {model_type!r}, must be one of {', '.join(AUTO_MAPS)}.")
+    config["auto_map"] = AUTO_MAPS[model_type]
+    print("\n".join(write_remote_code(directory, AUTO_MAPS[model_type])))
+    config_path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

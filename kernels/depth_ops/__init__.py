@@ -1,0 +1,7 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""Operations that mix along the depth of a model. They need torch alone."""
+
+from .depth_value_mix import depth_value_mix, depth_value_weights
+
+
+__all__ = ["depth_value_mix", "depth_value_weights"]

@@ -1,0 +1,101 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""The value mixing of Depth-Attention (arXiv 2606.05014): public entry points."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from .depth_value_mix_reference import depth_value_mix_reference, depth_value_weights_reference
+
+
+IMPLEMENTATIONS = ("auto", "triton", "reference")
+
+
+def depth_value_mix(
+    query: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    *,
+    scaling: float | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    r"""
+    Mixes the values of several layers at the same token, weighted by how well their keys answer this layer's query.
+
+    With \\(\bar q\\) the mean of the query heads that share a key-value head, and entry \\(N-1\\) the layer's own,
+
+    $$u = \sum_{i} a_i v_i, \qquad a = \mathrm{softmax}_i(\mathrm{scaling} \cdot \bar q^\top k_i).$$
+
+    Args:
+        query (`torch.Tensor` of shape `[B, Hq, T, d]`):
+            The layer's query, normalised and rotated. Query heads `j * g` to `j * g + g - 1` belong to key-value head
+            `j`, where `g = Hq / Hkv`.
+        keys (sequence of `torch.Tensor` of shape `[B, Hkv, T, d]`):
+            Keys of the source layers, normalised and rotated, and last the layer's own. The order of the sources does
+            not matter.
+        values (sequence of `torch.Tensor` of shape `[B, Hkv, T, d]`):
+            The values that belong to `keys`: those of the sources already mixed, the layer's own as projected.
+        scaling (`float`, *optional*):
+            Factor of the scores, `d ** -0.5` by default.
+        impl (`str`, *optional*, defaults to `"auto"`):
+            `"reference"` is pure PyTorch and runs anywhere. `"triton"` asks for the fused kernel and raises where
+            there is none. `"auto"` takes the fastest that supports the tensors.
+
+    Returns:
+        `torch.Tensor` of shape `[B, Hkv, T, d]` in the dtype of `values[-1]`, which may differ from that of the keys,
+        as it does under autocast. Scores, softmax and sum are computed in fp32 (fp64 for fp64 inputs). With a single
+        entry the result is `values[-1]` itself.
+
+    Raises:
+        `ValueError`: if shapes or the number of keys and values do not fit together, or `impl` is unknown.
+        `RuntimeError`: if `impl="triton"` cannot run.
+    """
+    _check_depth_entries(query, keys, values)
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"impl={impl!r}: must be one of {', '.join(IMPLEMENTATIONS)}.")
+    if impl == "triton":
+        raise RuntimeError("impl='triton': this version of depthmix has no Triton kernel for depth_value_mix.")
+    if len(keys) == 1:
+        return values[-1]
+    return depth_value_mix_reference(query, keys, values, scaling=_scaling(query, scaling))
+
+
+def depth_value_weights(query: Tensor, keys: Sequence[Tensor], *, scaling: float | None = None) -> Tensor:
+    """
+    The weights `a` that [`depth_value_mix`] gives to its entries, for inspection.
+
+    Args:
+        query, keys, scaling: as in [`depth_value_mix`].
+
+    Returns:
+        `torch.Tensor` of shape `[B, Hkv, T, N]`, fp32 (fp64 for fp64 inputs), the layer's own weight last; each row
+        sums to one.
+
+    Raises:
+        `ValueError`: if the shapes do not fit together.
+    """
+    _check_depth_entries(query, keys, keys)
+    return depth_value_weights_reference(query, keys, scaling=_scaling(query, scaling))
+
+
+def _scaling(query: Tensor, scaling: float | None) -> float:
+    return query.shape[-1] ** -0.5 if scaling is None else scaling
+
+
+def _check_depth_entries(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    if not keys or len(keys) != len(values):
+        raise ValueError(
+            f"{len(keys)} keys and {len(values)} values: there must be one of each per entry, and at least one."
+        )
+    batch, heads, tokens, head_dim = query.shape
+    kv_heads = keys[-1].shape[1]
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"{heads} query heads, {kv_heads} key-value heads: the latter must divide the former.")
+    expected = (batch, kv_heads, tokens, head_dim)
+    for name, tensors in (("keys", keys), ("values", values)):
+        for i, tensor in enumerate(tensors):
+            if tensor.shape != expected:
+                raise ValueError(
+                    f"{name}[{i}] has shape {list(tensor.shape)}: must be [B, Hkv, T, d] = {list(expected)} for a query "
+                    f"of shape {list(query.shape)}."
+                )

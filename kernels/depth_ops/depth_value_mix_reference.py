@@ -1,0 +1,37 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""
+Pure PyTorch form of the value mixing of Depth-Attention: the definition that every kernel is judged against.
+
+Legend: B batch, H query heads, K key-value heads, G = H / K, T tokens, D head dim, N depth entries (own layer last).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp32 for everything that is not wider."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def depth_value_weights_reference(query: Tensor, keys: Sequence[Tensor], *, scaling: float) -> Tensor:
+    """Softmax over depth, `[B, K, T, N]`, in the accumulation dtype. See `depth_value_weights`."""
+    dtype = accumulation_dtype(query.dtype)
+    query_BKTD = query.unflatten(1, (keys[-1].shape[1], -1)).to(dtype).mean(2)
+    # products and sums instead of a matrix product: autocast leaves these in fp32
+    scores_BKTN = torch.stack([(query_BKTD * key.to(dtype)).sum(-1) for key in keys], dim=-1) * scaling
+    return scores_BKTN.softmax(-1)
+
+
+def depth_value_mix_reference(
+    query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], *, scaling: float
+) -> Tensor:
+    """Values averaged over depth with these weights, `[B, K, T, D]`. See `depth_value_mix`."""
+    weights_BKTN = depth_value_weights_reference(query, keys, scaling=scaling)
+    mixed_BKTD = sum(
+        weight_BKT.unsqueeze(-1) * value.to(weights_BKTN.dtype)
+        for weight_BKT, value in zip(weights_BKTN.unbind(-1), values, strict=True)
+    )
+    return mixed_BKTD.to(values[-1].dtype)

@@ -1,0 +1,17 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""Model classes."""
+
+from .modeling_depth_qwen3 import (
+    DepthQwen3ForCausalLM,
+    DepthQwen3ForSequenceClassification,
+    DepthQwen3Model,
+    DepthQwen3PreTrainedModel,
+)
+
+
+__all__ = [
+    "DepthQwen3ForCausalLM",
+    "DepthQwen3ForSequenceClassification",
+    "DepthQwen3Model",
+    "DepthQwen3PreTrainedModel",
+]

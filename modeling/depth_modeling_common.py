@@ -1,0 +1,117 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""What the model families share: the host library's cache argument, output classes, the language-model head."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
+
+
+try:
+    from transformers.modeling_utils import slice_logits_to_keep
+except ImportError:  # before transformers 5.21
+
+    def slice_logits_to_keep(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        return hidden_states[:, kept, :]
+
+
+# transformers 5.24 renamed the argument, the mask functions' keyword and the output field
+CACHE_NAMES = ("cache", "past_key_values")
+HOST_CACHE_NAME = CACHE_NAMES[0 if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else 1]
+
+
+def accepts_both_cache_names(forward: Callable) -> Callable:
+    """
+    Lets a forward take the KV cache under either of its names, and shows it to the host library, which inspects
+    signatures, under the name that this version of transformers uses.
+
+    Raises:
+        `ValueError`: in the decorated function, if two different caches are given.
+    """
+    signature = inspect.signature(forward)
+    own_name = next(name for name in CACHE_NAMES if name in signature.parameters)
+    other_name = next(name for name in CACHE_NAMES if name != own_name)
+
+    @functools.wraps(forward)
+    def wrapper(self, *args, **kwargs):
+        cache = kwargs.pop(other_name, None)
+        if cache is not None:
+            if kwargs.get(own_name) not in (None, cache):
+                raise ValueError("`cache` and `past_key_values` are two names of one argument: give only one of them.")
+            kwargs[own_name] = cache
+        return forward(self, *args, **kwargs)
+
+    wrapper.__signature__ = signature.replace(
+        parameters=[
+            parameter.replace(name=HOST_CACHE_NAME) if name == own_name else parameter
+            for name, parameter in signature.parameters.items()
+        ]
+    )
+    return wrapper
+
+
+@dataclass
+class DepthModelOutputWithPast(BaseModelOutputWithPast):
+    """
+    [`~transformers.modeling_outputs.BaseModelOutputWithPast`] with the weights of the mixing.
+
+    Args:
+        depth_weights (`tuple(torch.Tensor)`, *optional*, returned when `output_depth_weights=True`):
+            One tensor per layer, `[B, Hkv, T, number of sources + 1]`, fp32: how much each source layer (ascending),
+            and last the layer itself, contributes to the value at each token.
+    """
+
+    depth_weights: tuple[torch.Tensor, ...] | None = None
+
+
+@dataclass
+class DepthCausalLMOutputWithPast(CausalLMOutputWithPast):
+    """[`~transformers.modeling_outputs.CausalLMOutputWithPast`] with the `depth_weights` of the base model."""
+
+    depth_weights: tuple[torch.Tensor, ...] | None = None
+
+
+class DepthCausalLMForward:
+    """The forward of a language-model head over `self.model` and `self.lm_head` that hands on the depth weights."""
+
+    @accepts_both_cache_names
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs,
+    ) -> DepthCausalLMOutputWithPast:
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **{HOST_CACHE_NAME: cache},
+            **kwargs,
+        )
+        logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return DepthCausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            depth_weights=outputs.depth_weights,
+            **{HOST_CACHE_NAME: outputs.get(HOST_CACHE_NAME)},
+        )
