@@ -3,7 +3,6 @@ PYTHON ?= python3
 VENV := .venv
 OLDEST := .venv-oldest
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
-OLDEST_TRANSFORMERS := $(shell sed -n 's/^ *transformers>=\([0-9.]*\),.*/\1/p' setup.cfg)
 
 .PHONY: demo test test-fast quality style clean
 
@@ -34,7 +33,10 @@ $(VENV)/ready: setup.cfg pyproject.toml constraints.txt
 	$(VENV)/bin/python $(PIP_INSTALL) -e ".[test,triton,quality]"
 	touch $@
 
-# the oldest supported transformers and no Triton; all else is read from the first environment
-$(OLDEST)/ready: $(VENV)/ready
+# the oldest supported transformers, without Triton; everything else is read from the first environment
+$(OLDEST)/ready: $(VENV)/ready constraints-oldest.txt
 	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-oldest.txt -e .
+	$(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(OLDEST)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
 	touch $@

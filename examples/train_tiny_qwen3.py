@@ -89,8 +89,10 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     return model
 
 
-def train(model: Qwen3ForCausalLM, data: TokenBlocks, held_out: TokenBlocks, args: argparse.Namespace) -> None:
-    """Leaves in `model` the weights of the evaluation with the lowest held-out loss."""
+def train(
+    model: Qwen3ForCausalLM, data: TokenBlocks, held_out: TokenBlocks, args: argparse.Namespace
+) -> Qwen3ForCausalLM:
+    """Trains and returns the model as it was at the evaluation with the lowest held-out loss, in bfloat16."""
     with tempfile.TemporaryDirectory() as scratch:
         arguments = TrainingArguments(
             output_dir=scratch,
@@ -111,11 +113,12 @@ def train(model: Qwen3ForCausalLM, data: TokenBlocks, held_out: TokenBlocks, arg
             save_only_model=True,
             save_total_limit=1,
             metric_for_best_model="eval_loss",
-            load_best_model_at_end=True,
             seed=args.seed,
             report_to="none",
         )
-        Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=held_out).train()
+        trainer = Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=held_out)
+        trainer.train()
+        return Qwen3ForCausalLM.from_pretrained(trainer.state.best_model_checkpoint, dtype=torch.bfloat16)
 
 
 def model_card(args: argparse.Namespace, corpus: Corpus, blocks: int, loss: float, parameters: int) -> str:
@@ -164,13 +167,12 @@ def main() -> None:
     held_out = pack(corpus.held_out, tokenizer, args.block_size)
     print(f"{len(corpus.train)} files, {len(data)} blocks to train on; {len(held_out)} blocks held out")
 
-    model = build_model(tokenizer)
-    train(model, data, held_out, args)
-    model.to(torch.bfloat16).save_pretrained(args.output)
+    model = train(build_model(tokenizer), data, held_out, args)
+    model.save_pretrained(args.output)
     tokenizer.save_pretrained(args.output)
 
     # what is reported is measured on what a user will load
-    model = AutoModelForCausalLM.from_pretrained(args.output, dtype=torch.float32, device_map=model.device)
+    model = AutoModelForCausalLM.from_pretrained(args.output, dtype=torch.float32, device_map="auto")
     data_loss, loss = mean_loss(model, data.spread(len(held_out))), mean_loss(model, held_out)
     card = model_card(args, corpus, len(data), loss, model.num_parameters())
     (args.output / "README.md").write_text(card, encoding="utf-8")
