@@ -198,8 +198,8 @@ class DepthQwen3PreTrainedModel(Qwen3PreTrainedModel):
 
 class DepthQwen3Model(DepthQwen3PreTrainedModel, Qwen3Model):
     """
-    The decoder without a head. Its forward takes what [`~transformers.Qwen3Model`] takes, the cache under either of its
-    names, and `output_depth_weights`, and returns a [`DepthModelOutputWithPast`].
+    The decoder without a head. Its forward takes what [`~transformers.Qwen3Model`] takes, the cache under either of
+    its names, and `output_depth_weights`, and returns a [`DepthModelOutputWithPast`].
     """
 
     def __init__(self, config: DepthQwen3Config):

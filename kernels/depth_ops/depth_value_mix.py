@@ -96,6 +96,6 @@ def _check_depth_entries(query: Tensor, keys: Sequence[Tensor], values: Sequence
         for i, tensor in enumerate(tensors):
             if tensor.shape != expected:
                 raise ValueError(
-                    f"{name}[{i}] has shape {list(tensor.shape)}: must be [B, Hkv, T, d] = {list(expected)} for a query "
-                    f"of shape {list(query.shape)}."
+                    f"{name}[{i}] has shape {list(tensor.shape)}: must be [B, Hkv, T, d] = {list(expected)} for a "
+                    f"query of shape {list(query.shape)}."
                 )

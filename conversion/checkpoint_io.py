@@ -1,0 +1,316 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""
+Reading and writing safetensors checkpoints, a few megabytes at a time.
+
+The safetensors library checks the headers. The tensors' bytes are copied by plain reads and writes, because the library
+writes a file only from tensors that are all in memory.
+"""
+
+import json
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors import SafetensorError, safe_open
+from tqdm.auto import tqdm
+
+from .errors import ConversionError, raise_problems
+
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+CHUNK_BYTES = 16 * 2**20
+
+# only these are weights that a model computes with; anything else comes from a quantised checkpoint
+FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies: `nbytes` bytes from `offset` of `file`. `dtype` is spelled as safetensors does ("BF16")."""
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+    def chunks(self) -> Iterator[bytes]:
+        """The tensor's bytes, in pieces of at most `CHUNK_BYTES`."""
+        with open(self.file, "rb") as file:
+            file.seek(self.offset)
+            left = self.nbytes
+            while left:
+                chunk = file.read(min(left, CHUNK_BYTES))
+                if not chunk:
+                    raise ConversionError(f"{self.file} became shorter while it was read.")
+                left -= len(chunk)
+                yield chunk
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The headers of a checkpoint folder: its tensors by name, the files that hold them, and remarks on the folder."""
+
+    folder: Path
+    tensors: dict[str, StoredTensor]
+    files: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+@dataclass(frozen=True)
+class TensorWrite:
+    """A tensor to be written; `chunks` gives its bytes when called."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    chunks: Callable[[], Iterator[bytes]]
+
+    @classmethod
+    def from_stored(cls, name: str, stored: StoredTensor, dtype: str | None = None) -> "TensorWrite":
+        """Copies a stored tensor byte by byte, or rounds it to another floating dtype."""
+        if dtype in (None, stored.dtype):
+            return cls(name, stored.dtype, stored.shape, stored.nbytes, stored.chunks)
+        nbytes = stored.nbytes // FLOAT_DTYPES[stored.dtype].itemsize * FLOAT_DTYPES[dtype].itemsize
+        return cls(name, dtype, stored.shape, nbytes, lambda: _cast_chunks(stored, dtype))
+
+    @classmethod
+    def from_tensor(cls, name: str, tensor: torch.Tensor) -> "TensorWrite":
+        """Writes a tensor that is in memory, such as the start value of a parameter that the source does not have."""
+        dtype = next(code for code, float_dtype in FLOAT_DTYPES.items() if float_dtype is tensor.dtype)
+        data = _to_bytes(tensor)
+        return cls(name, dtype, tuple(tensor.shape), len(data), lambda: iter([data]))
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """
+    Reads the headers of the safetensors files that a folder's index lists, or of its single file.
+
+    Raises:
+        [`ConversionError`]: for weights that exist in pickled form only, files that are missing or lie outside the
+            folder, broken headers, tensors in two files or not in the file that the index names.
+    """
+    single, index = (find_file(folder, name) for name in (SINGLE_FILE, INDEX_FILE))
+    warnings = []
+    if single is not None:
+        # the order in which transformers looks for them
+        if index is not None:
+            warnings.append(f"{INDEX_FILE} ignored, because {SINGLE_FILE} is there too.")
+        weight_map, files = {}, {SINGLE_FILE: single}
+    elif index is not None:
+        weight_map = _read_index(index)
+        names = sorted(set(weight_map.values()))
+        paths = {name: find_file(folder, name) for name in names}
+        raise_problems(
+            f"{index} lists files that are not there",
+            [f"{name}" for name, path in paths.items() if path is None],
+        )
+        files = {name: path for name, path in paths.items() if path is not None}
+    else:
+        raise ConversionError(_no_safetensors_message(folder))
+
+    tensors: dict[str, StoredTensor] = {}
+    problems = []
+    for path in files.values():
+        for tensor in _read_header(path):
+            if tensor.name in tensors:
+                problems.append(f"{tensor.name} is in {tensors[tensor.name].file.name} and in {path.name}")
+            tensors[tensor.name] = tensor
+    for name, file in weight_map.items():
+        if name not in tensors:
+            problems.append(f"{name} is not in {file}, where {INDEX_FILE} puts it")
+        elif tensors[name].file.name != file:
+            problems.append(f"{name} is in {tensors[name].file.name}, but {INDEX_FILE} says {file}")
+    raise_problems(f"The files of {folder} contradict each other", problems)
+    return Checkpoint(folder, tensors, tuple(files), tuple(warnings))
+
+
+def find_file(folder: Path, name: str) -> Path | None:
+    """
+    The path of a file of a checkpoint folder; None if there is none.
+
+    Raises:
+        [`ConversionError`]: if following `name` and its links leads out of the folder. Links into the blobs of the
+            same repository are the normal form of the Hub cache and allowed.
+    """
+    path = folder / name
+    resolved = path.resolve()
+    if not any(resolved.is_relative_to(root) for root in _allowed_roots(folder.resolve())):
+        raise ConversionError(f"{path} leads out of the checkpoint folder, to {resolved}. Not opened.")
+    return path if resolved.is_file() else None
+
+
+def read_json(path: Path) -> dict:
+    """
+    Reads a JSON object.
+
+    Raises:
+        [`ConversionError`]: if the file holds anything else.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConversionError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConversionError(f"{path} must hold a JSON object, not a {type(content).__name__}.")
+    return content
+
+
+def same_values(first: StoredTensor, second: StoredTensor) -> bool:
+    """Whether two stored tensors are equal bit by bit."""
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    return all(a == b for a, b in zip(first.chunks(), second.chunks(), strict=True))
+
+
+def plan_shards(writes: Sequence[TensorWrite], shard_size: int | str) -> dict[str, list[TensorWrite]]:
+    """
+    Distributes tensors over files of at most `shard_size` (bytes, or text such as "5GB"), in their order.
+
+    Raises:
+        [`ConversionError`]: if the size is not understood.
+    """
+    by_name = {write.name: write for write in writes}
+    try:
+        split = split_state_dict_into_shards_factory(
+            by_name,
+            get_storage_size=lambda write: write.nbytes,
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=shard_size,
+        )
+    except ValueError as error:
+        raise ConversionError(f"shard_size={shard_size!r}: {error}") from error
+    return {file: [by_name[name] for name in names] for file, names in split.filename_to_tensors.items()}
+
+
+def write_checkpoint(folder: Path, shards: dict[str, list[TensorWrite]], progress: bool = True) -> None:
+    """Writes the files of a plan, and an index if there are several."""
+    total = sum(write.nbytes for writes in shards.values() for write in writes)
+    with tqdm(total=total, unit="B", unit_scale=True, desc="Writing", disable=not progress) as bar:
+        for file, writes in shards.items():
+            _write_safetensors(folder / file, writes, bar)
+    if len(shards) > 1:
+        weight_map = {write.name: file for file, writes in shards.items() for write in writes}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def verify_checkpoint(folder: Path, shards: dict[str, list[TensorWrite]]) -> None:
+    """
+    Reopens written files and compares names, dtypes, shapes and sizes with the plan.
+
+    Raises:
+        [`ConversionError`]: naming what differs.
+    """
+    written = open_checkpoint(folder).tensors
+    planned = {write.name: (write, file) for file, writes in shards.items() for write in writes}
+    problems = [f"{name} was not written" for name in planned.keys() - written.keys()]
+    problems += [f"{name} was not planned" for name in written.keys() - planned.keys()]
+    for name in planned.keys() & written.keys():
+        tensor, (write, file) = written[name], planned[name]
+        found = (tensor.file.name, tensor.dtype, tensor.shape, tensor.nbytes)
+        if found != (file, write.dtype, write.shape, write.nbytes):
+            problems.append(f"{name} was written as {found}")
+    raise_problems(f"The files written to {folder} differ from the plan", sorted(problems))
+
+
+def _allowed_roots(folder: Path) -> list[Path]:
+    roots = [folder]
+    snapshots, repository = folder.parent, folder.parent.parent
+    if snapshots.name == "snapshots" and repository.name.startswith("models--"):
+        roots.append(repository / "blobs")
+        # newer caches share the blobs of all repositories, in a store that is marked as such
+        if (repository.parent / "blobs" / ".huggingface-shared-blobs").is_file():
+            roots.append(repository.parent / "blobs")
+    return roots
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ConversionError(f"{path} must hold a non-empty object `weight_map`.")
+    problems = []
+    for file in dict.fromkeys(map(str, weight_map.values())):
+        plain = Path(file).name == file and "\\" not in file
+        if not plain or not file.endswith(".safetensors"):
+            problems.append(f"{file!r} is not the plain name of a .safetensors file")
+    raise_problems(f"{path} names files that will not be opened", problems)
+    return weight_map
+
+
+def _read_header(path: Path) -> list[StoredTensor]:
+    try:
+        # rejects headers that are cut off, overlap, leave gaps, or promise more or fewer bytes than the file has
+        with safe_open(path, framework="pt"):
+            pass
+        with open(path, "rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+    except (SafetensorError, OSError, ValueError, struct.error) as error:
+        raise ConversionError(f"{path} is not a complete safetensors file: {error}") from error
+    header.pop("__metadata__", None)
+    return [
+        StoredTensor(name, path, entry["dtype"], tuple(entry["shape"]), 8 + length + begin, end - begin)
+        for name, entry in header.items()
+        for begin, end in [entry["data_offsets"]]
+    ]
+
+
+def _no_safetensors_message(folder: Path) -> str:
+    names = sorted(path.name for path in folder.iterdir())
+    pickled = [name for name in names if name.endswith(PICKLE_SUFFIXES)]
+    if "adapter_config.json" in names:
+        return f"{folder} holds a PEFT adapter. Merge it into its base model (`merge_and_unload`) and convert the result."
+    if pickled:
+        return (
+            f"{folder} has its weights only in pickled files ({', '.join(pickled[:5])}). These can run code when they "
+            "are opened, so they are not. Get or make a safetensors version of the checkpoint: load it with "
+            "transformers where you trust it, and save it with `save_pretrained`."
+        )
+    return f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}."
+
+
+def _write_safetensors(path: Path, writes: Sequence[TensorWrite], bar: tqdm) -> None:
+    # wide dtypes first, so that every tensor is aligned in the file
+    writes = sorted(writes, key=lambda write: -FLOAT_DTYPES[write.dtype].itemsize)
+    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for write in writes:
+        end = offset + write.nbytes
+        header[write.name] = {"dtype": write.dtype, "shape": list(write.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for write in writes:
+            for chunk in write.chunks():
+                file.write(chunk)
+                bar.update(len(chunk))
+
+
+def _cast_chunks(stored: StoredTensor, dtype: str) -> Iterator[bytes]:
+    for chunk in stored.chunks():
+        values = torch.frombuffer(bytearray(chunk), dtype=FLOAT_DTYPES[stored.dtype])
+        cast = values.to(FLOAT_DTYPES[dtype])
+        if not torch.equal(cast.isfinite(), values.isfinite()):
+            largest = values[values.isfinite()].abs().max().item()
+            raise ConversionError(
+                f"{stored.name} has values up to {largest:.3g}, which {FLOAT_DTYPES[dtype]} cannot hold. Use bfloat16."
+            )
+        yield _to_bytes(cast)
+
+
+def _to_bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -1,0 +1,66 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""A result that appears under its name only when it is complete."""
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from .errors import ConversionError
+
+
+def check_destination(dest: Path, overwrite: bool) -> None:
+    """
+    Raises:
+        [`ConversionError`]: if something is there that must not be replaced.
+    """
+    if not dest.exists():
+        return
+    if not dest.is_dir():
+        raise ConversionError(f"{dest} exists and is not a folder.")
+    if os.path.ismount(dest):
+        raise ConversionError(f"{dest} is a mount point, which cannot be replaced in one step. Name a folder inside it.")
+    names = os.listdir(dest)
+    if names and not overwrite:
+        raise ConversionError(f"{dest} is not empty. Choose another destination, or pass overwrite to replace it.")
+    if names and not any(name == "config.json" or name.endswith(".safetensors") for name in names):
+        raise ConversionError(f"{dest} does not look like a model's folder, so it is not overwritten. Remove it yourself.")
+
+
+def check_apart(dest: Path, source: Path) -> None:
+    """
+    Raises:
+        [`ConversionError`]: if one of the two folders is the other or lies in it.
+    """
+    dest, source = dest.resolve(), source.resolve()
+    if dest.is_relative_to(source) or source.is_relative_to(dest):
+        raise ConversionError(f"The destination {dest} and the source {source} must be separate folders.")
+
+
+@contextmanager
+def staged_folder(dest: Path) -> Iterator[Path]:
+    """
+    A new folder beside `dest` that takes its place when the block ends, and is removed when the block raises.
+
+    An older `dest` stays as it is until then.
+    """
+    # the target of a link is replaced, not the link
+    dest = dest.resolve()
+    dest.parent.mkdir(parents=True, exist_ok=True)
+    mark = secrets.token_hex(4)
+    staging = dest.with_name(f".{dest.name}.{mark}.incomplete")
+    replaced = dest.with_name(f".{dest.name}.{mark}.replaced")
+    staging.mkdir()
+    try:
+        yield staging
+        with suppress(FileNotFoundError):
+            dest.rename(replaced)
+        staging.rename(dest)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        if replaced.exists() and not dest.exists():
+            replaced.rename(dest)
+        raise
+    shutil.rmtree(replaced, ignore_errors=True)

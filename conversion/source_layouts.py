@@ -1,0 +1,162 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""
+Recognises what a checkpoint is, from its config.json and the names of its tensors.
+
+`LAYOUTS` is tried in order and the first layout with any evidence is taken. Most released research checkpoints say
+`model_type: llama` and differ only in keys that stock Llama does not know, so those come before Llama itself.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import ConversionError
+
+
+Evidence = list[str]
+RecogniseFn = Callable[[dict[str, Any], Collection[str]], Evidence]
+
+
+@dataclass(frozen=True)
+class SourceLayout:
+    """
+    A kind of checkpoint.
+
+    Args:
+        name (`str`):
+            Short name, by which targets say that they accept it.
+        title (`str`):
+            What it is called in messages.
+        recognise (`Callable`):
+            Takes the content of config.json and the tensor names, returns what speaks for this layout. Nothing if it
+            is another one.
+    """
+
+    name: str
+    title: str
+    recognise: RecogniseFn
+
+
+def recognise_layout(config: dict[str, Any], tensor_names: Collection[str]) -> tuple[SourceLayout, Evidence]:
+    """
+    The layout of a checkpoint and what speaks for it; `UNKNOWN_LAYOUT` if it is none of them.
+
+    Raises:
+        [`ConversionError`]: if the config contradicts itself or the tensors.
+    """
+    for layout in LAYOUTS:
+        if evidence := layout.recognise(config, tensor_names):
+            return layout, evidence
+    return UNKNOWN_LAYOUT, [f"model_type is {config.get('model_type')!r}"]
+
+
+def _model_type(model_type: str) -> RecogniseFn:
+    def recognise(config, tensor_names):
+        return [f"model_type is {model_type!r}"] if config.get("model_type") == model_type else []
+
+    return recognise
+
+
+# released baseline -> its spellings in the config, and what occurs in its tensor names only
+_RELEASED_BASELINES = {
+    "released_attnres": (
+        ("attnres", "block_attnres", "block-attnres", "attention_residual", "attention-residual"),
+        "attnres_attn_aggregator.",
+    ),
+    "released_denseformer": (("denseformer", "densetransformer"), "densetransformer_dwa."),
+    "released_mhc": (("mhc",), "attn_residual_connector."),
+}
+
+
+def _released_baseline(name: str) -> RecogniseFn:
+    def recognise(config, tensor_names):
+        if config.get("model_type") != "llama":
+            return []
+        mode = _baseline_mode(config)
+        by_config = [key for key, (spellings, _) in _RELEASED_BASELINES.items() if mode in spellings]
+        by_tensors = [
+            key
+            for key, (_, mark) in _RELEASED_BASELINES.items()
+            if any(mark in tensor_name for tensor_name in tensor_names)
+        ]
+        if by_config and by_tensors and by_config != by_tensors:
+            raise ConversionError(
+                f"config.json says baseline_mode {mode!r}, but the tensors are those of {', '.join(by_tensors)}."
+            )
+        evidence = [f"baseline_mode is {mode!r}"] if name in by_config else []
+        if name in by_tensors:
+            evidence.append(f"tensors named `{_RELEASED_BASELINES[name][1]}`")
+        return evidence
+
+    return recognise
+
+
+def _baseline_mode(config: dict[str, Any]) -> str | None:
+    modes = {}
+    for key in ("baseline_mode", "residual_baseline"):
+        text = str(config.get(key) or "").strip().lower()
+        if text not in ("", "none", "null", "false"):
+            modes[key] = text
+    if len(set(modes.values())) > 1:
+        raise ConversionError(f"config.json contradicts itself: {modes}.")
+    return next(iter(modes.values()), None)
+
+
+def _other_attention_residuals(config, tensor_names):
+    evidence = [f"{key} is set" for key in ("attn_res_block_size", "attnres_num_blocks") if config.get(key) is not None]
+    return evidence + _model_type("qwen3_attnres")(config, tensor_names)
+
+
+def _released_depth_attention(config, tensor_names):
+    if config.get("model_type") != "llama":
+        return []
+    evidence = []
+    if config.get("use_depth_attention") is True:
+        evidence.append("use_depth_attention is true")
+    if config.get("cross_layer_pattern") in ("depth_attention", "depth_softmax"):
+        evidence.append(f"cross_layer_pattern is {config['cross_layer_pattern']!r}")
+    return evidence
+
+
+def _released_experiment(config, tensor_names):
+    if config.get("model_type") != "llama":
+        return []
+    evidence = [f"{key} is set" for key in ("layer_kv_reuse_map", "no_residual") if config.get(key)]
+    if config.get("cross_layer_pattern"):
+        evidence.append(f"cross_layer_pattern is {config['cross_layer_pattern']!r}")
+    if mode := _baseline_mode(config):
+        evidence.append(f"baseline_mode is {mode!r}")
+    return evidence
+
+
+def _released_qk_norm(config, tensor_names):
+    if config.get("model_type") != "llama":
+        return []
+    evidence = ["use_qk_norm is true"] if config.get("use_qk_norm") is True else []
+    # a config without the key decides nothing: the release takes that for true, and stock Llama has no such key
+    if any(name.endswith(".self_attn.q_norm.weight") for name in tensor_names):
+        evidence.append("tensors named `self_attn.q_norm`")
+    return evidence
+
+
+def _qwen3_shifted_passes(config, tensor_names):
+    return ["use_p2n is true"] if config.get("model_type") == "qwen3" and config.get("use_p2n") else []
+
+
+UNKNOWN_LAYOUT = SourceLayout("unknown", "a model that depthmix does not know", lambda config, tensor_names: [])
+
+LAYOUTS = (
+    SourceLayout("depth_qwen3", "DepthQwen3 (depthmix)", _model_type("depth_qwen3")),
+    SourceLayout("released_attnres", "the released AttnRes baseline", _released_baseline("released_attnres")),
+    SourceLayout(
+        "released_denseformer", "the released DenseFormer baseline", _released_baseline("released_denseformer")
+    ),
+    SourceLayout("released_mhc", "the released mHC baseline", _released_baseline("released_mhc")),
+    SourceLayout("attention_residuals", "another form of Attention Residuals", _other_attention_residuals),
+    SourceLayout("released_depth_attention", "the released Depth-Attention layout", _released_depth_attention),
+    SourceLayout("released_experiment", "an experiment of the Depth-Attention code", _released_experiment),
+    SourceLayout("released_qk_norm", "the released vanilla control with q/k norm", _released_qk_norm),
+    SourceLayout("llama", "Llama", _model_type("llama")),
+    SourceLayout("qwen3_p2n", "Qwen3 with several shifted passes (P2N)", _qwen3_shifted_passes),
+    SourceLayout("qwen3", "Qwen3", _model_type("qwen3")),
+)
