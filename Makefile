@@ -4,7 +4,7 @@ VENV := .venv
 OLDEST := .venv-oldest
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-fast quality style clean
+.PHONY: demo test test-fast test-gpu quality style clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/python examples/demo.py
@@ -15,6 +15,9 @@ test: $(VENV)/ready $(OLDEST)/ready
 
 test-fast: $(VENV)/ready
 	$(VENV)/bin/python -m pytest -n 2 -m "not slow" tests
+
+test-gpu: $(VENV)/ready
+	$(VENV)/bin/python -m pytest -m gpu tests
 
 quality: $(VENV)/ready
 	$(VENV)/bin/ruff check .

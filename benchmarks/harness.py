@@ -1,0 +1,97 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""What every benchmark needs: a registry of cases, timing with CUDA events, records of what was measured where."""
+
+import csv
+import datetime
+import gc
+import platform
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import torch
+import transformers
+
+import depthmix
+
+
+@dataclass
+class Measurement:
+    """
+    One number. `ratio` compares with the yardstick of the same case, which is measured in the same run; `low` and
+    `high` are the fastest and slowest repetition.
+    """
+
+    case: str
+    size: str
+    model: str
+    milliseconds: float
+    low: float
+    high: float
+    peak_gib: float
+    ratio: float = 1.0
+
+
+CASES: dict[str, Callable[[str], Iterator[Measurement]]] = {}
+
+
+def case(function: Callable[[str], Iterator[Measurement]]) -> Callable[[str], Iterator[Measurement]]:
+    """Registers a generator of measurements for one model size; the yardstick comes first."""
+    CASES[function.__name__] = function
+    return function
+
+
+def measure(step: Callable[[], object], *, warmup: int = 3, repeats: int = 7) -> tuple[float, float, float, float]:
+    """Median, minimum and maximum milliseconds of `step`, and the peak GiB it adds to what was allocated before."""
+    for _ in range(warmup):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        step()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**30
+    return statistics.median(times), min(times), max(times), peak
+
+
+def release_memory() -> None:
+    """Gives back what a deleted model held, so that the next one starts from the same state."""
+    gc.collect()
+    torch.compiler.reset()
+    torch.cuda.empty_cache()
+
+
+def environment() -> dict[str, str]:
+    """Versions and machine, recorded with the numbers."""
+    try:
+        import triton
+
+        triton_version = triton.__version__
+    except ImportError:
+        triton_version = "none"
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "depthmix": depthmix.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "triton": triton_version,
+        "python": platform.python_version(),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def write_results(path: Path, measurements: list[Measurement]) -> None:
+    """Writes a CSV file whose first lines, marked by `#`, are the environment."""
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        file.writelines(f"# {name}: {value}\n" for name, value in environment().items())
+        writer = csv.DictWriter(file, [field.name for field in fields(Measurement)], lineterminator="\n")
+        writer.writeheader()
+        for measurement in measurements:
+            writer.writerow({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in asdict(measurement).items()})

@@ -1,0 +1,159 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""Whole models: train step, prefill and decoding, against stock Qwen3 of the same shape."""
+
+from collections.abc import Iterator
+
+import torch
+from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM, StaticCache
+
+from depthmix import DepthQwen3Config, DepthQwen3ForCausalLM
+
+from .harness import Measurement, case, measure, release_memory
+
+
+# the geometry of the Depth-Attention paper's 1.5B and 3B models; batch is that of the train step, of 2048 tokens each
+SHARED = {"vocab_size": 50304, "num_hidden_layers": 48, "head_dim": 64, "max_position_embeddings": 131072}
+SIZES = {
+    "1.5b": {"hidden_size": 1536, "num_attention_heads": 24, "num_key_value_heads": 6, "intermediate_size": 5184},
+    "3b": {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 6912},
+}
+TRAIN_BATCH = {"1.5b": 8, "3b": 4}
+MODELS = {
+    "stock Qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
+    "Depth-Attention": (DepthQwen3ForCausalLM, DepthQwen3Config, {"key_norm_position": "before_rope"}),
+}
+
+
+def build(model: str, size: str, **fields):
+    """The model in bf16 on the GPU, with random weights from a fixed seed."""
+    model_class, config_class, extra = MODELS[model]
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            return model_class(config_class(**SHARED | SIZES[size] | extra | fields))
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+def token_ids(batch: int, length: int) -> torch.Tensor:
+    return torch.randint(SHARED["vocab_size"], (batch, length), device="cuda")
+
+
+def check_function() -> None:
+    """
+    The gate before any number: with mixing off the model is stock Qwen3 bit for bit, with mixing on it differs, and
+    decoding with a cache gives what the full forward gives.
+    """
+    ids = token_ids(2, 64)
+    with torch.no_grad():
+        stock = build("stock Qwen3", "1.5b", num_hidden_layers=4)(ids).logits
+        if not torch.equal(build("Depth-Attention", "1.5b", num_hidden_layers=4, depth_stride=0)(ids).logits, stock):
+            raise RuntimeError("Depth-Attention without mixing differs from stock Qwen3.")
+        model = build("Depth-Attention", "1.5b", num_hidden_layers=4, depth_stride=1).float()
+        full = model(ids, use_cache=False).logits
+        if torch.allclose(full, stock.float(), atol=1e-2):
+            raise RuntimeError("Depth-Attention with mixing equals stock Qwen3.")
+        cache = DynamicCache(config=model.config)
+        steps = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(ids.shape[1])]
+        error = (torch.cat(steps, 1) - full).abs().max().item()
+        if error > 1e-2:
+            raise RuntimeError(f"Cached logits differ from the full forward by {error}.")
+
+
+def compare(name: str, size: str, prepare, **options) -> Iterator[Measurement]:
+    """Measures `prepare(model)()` for each model."""
+    yardstick = None
+    for model_name in MODELS:
+        model = build(model_name, size)
+        median, low, high, peak = measure(prepare(model), **options)
+        yardstick = yardstick or median
+        yield Measurement(name, size, model_name, median, low, high, peak, median / yardstick)
+        del model
+        release_memory()
+
+
+@case
+def train_step(size: str) -> Iterator[Measurement]:
+    """Forward, loss, backward and AdamW; 2048 tokens a sequence; peak memory includes gradients and optimizer."""
+
+    def prepare(model):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+        ids = token_ids(TRAIN_BATCH[size], 2048)
+        model.train()
+
+        def step():
+            model(ids, labels=ids, use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    yield from compare("train_step", size, prepare)
+
+
+def _prefill(name: str, size: str, length: int, **options) -> Iterator[Measurement]:
+    def prepare(model):
+        ids = token_ids(1, length)
+
+        @torch.no_grad()
+        def step():
+            model(ids, use_cache=True, logits_to_keep=1)
+
+        return step
+
+    yield from compare(name, size, prepare, **options)
+
+
+@case
+def prefill_8k(size: str) -> Iterator[Measurement]:
+    yield from _prefill("prefill_8k", size, 8192)
+
+
+@case
+def prefill_32k(size: str) -> Iterator[Measurement]:
+    yield from _prefill("prefill_32k", size, 32768, warmup=1, repeats=5)
+
+
+@case
+def prefill_128k(size: str) -> Iterator[Measurement]:
+    yield from _prefill("prefill_128k", size, 131072, warmup=1, repeats=2)
+
+
+def _decode(name: str, size: str, batch: int, *, compiled: bool, context: int = 2048) -> Iterator[Measurement]:
+    def prepare(model):
+        cache = StaticCache(config=model.config, max_cache_len=context + 256) if compiled else DynamicCache()
+        ids, last = token_ids(batch, context), token_ids(batch, 1)
+        with torch.no_grad():
+            model(ids, past_key_values=cache, logits_to_keep=1)
+        forward = torch.compile(model, mode="reduce-overhead", fullgraph=True) if compiled else model
+        position = torch.full((batch, 1), context, device="cuda")
+
+        @torch.no_grad()
+        def step():
+            torch.compiler.cudagraph_mark_step_begin()
+            forward(last, past_key_values=cache, position_ids=position, logits_to_keep=1)
+
+        return step
+
+    yield from compare(name, size, prepare, warmup=8, repeats=31)
+
+
+@case
+def decode_eager_batch_1(size: str) -> Iterator[Measurement]:
+    yield from _decode("decode_eager_batch_1", size, 1, compiled=False)
+
+
+@case
+def decode_eager_batch_32(size: str) -> Iterator[Measurement]:
+    yield from _decode("decode_eager_batch_32", size, 32, compiled=False)
+
+
+@case
+def decode_compiled_batch_1(size: str) -> Iterator[Measurement]:
+    yield from _decode("decode_compiled_batch_1", size, 1, compiled=True)
+
+
+@case
+def decode_compiled_batch_32(size: str) -> Iterator[Measurement]:
+    yield from _decode("decode_compiled_batch_32", size, 32, compiled=True)

@@ -1,0 +1,48 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""`python -m benchmarks.run --size 3b train_step prefill_32k` measures cases on this machine's GPU."""
+
+import argparse
+import traceback
+from pathlib import Path
+
+from .harness import CASES, environment, release_memory, write_results
+from .models import SIZES, check_function
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
+    parser.add_argument("cases", nargs="*", default=list(CASES), metavar="case", help=f"any of: {', '.join(CASES)}")
+    parser.add_argument("--size", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results"), help="folder for the CSV file")
+    parser.add_argument("--name", default="models", help="name of the CSV file")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.cases) - set(CASES):
+        parser.error(f"no such case: {', '.join(sorted(unknown))}")
+
+    check_function()
+    release_memory()
+    print(*(f"{name} {value}" for name, value in environment().items()), sep=", ", flush=True)
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    measurements, failed = [], []
+    for size in arguments.size:
+        for name in arguments.cases:
+            try:
+                for m in CASES[name](size):
+                    measurements.append(m)
+                    print(
+                        f"{m.case:24} {m.size:5} {m.model:16} {m.milliseconds:9.2f} ms ({m.low:.2f} to {m.high:.2f})"
+                        f" {m.ratio:6.3f}x  peak +{m.peak_gib:.2f} GiB",
+                        flush=True,
+                    )
+                    # written after every number: a later case may not finish
+                    write_results(arguments.output / f"{arguments.name}.csv", measurements)
+            except Exception:
+                traceback.print_exc()
+                failed.append(f"{name} at {size}")
+                release_memory()
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()
