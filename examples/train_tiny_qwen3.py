@@ -37,11 +37,11 @@ def parse_args() -> argparse.Namespace:
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--output", type=Path, required=True, help="folder for the checkpoint")
-    parser.add_argument("--max-steps", type=int, default=3000, help="optimizer steps")
+    parser.add_argument("--max-steps", type=int, default=5000, help="optimizer steps")
     parser.add_argument("--batch-size", type=int, default=32, help="blocks per step")
     parser.add_argument("--block-size", type=int, default=512, help="tokens per block")
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="peak learning rate")
-    parser.add_argument("--weight-decay", type=float, default=0.1)
+    parser.add_argument("--weight-decay", type=float, default=0.3)
     parser.add_argument("--vocab-size", type=int, default=2048, help="tokens that the tokenizer learns")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
@@ -114,11 +114,14 @@ def train(
             save_total_limit=1,
             metric_for_best_model="eval_loss",
             seed=args.seed,
+            dataloader_pin_memory=torch.cuda.is_available(),
             report_to="none",
         )
         trainer = Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=held_out)
         trainer.train()
-        return Qwen3ForCausalLM.from_pretrained(trainer.state.best_model_checkpoint, dtype=torch.bfloat16)
+        best = Qwen3ForCausalLM.from_pretrained(trainer.state.best_model_checkpoint, dtype=torch.bfloat16)
+    best.config.use_cache = True  # the Trainer turns it off
+    return best
 
 
 def model_card(args: argparse.Namespace, corpus: Corpus, blocks: int, loss: float, parameters: int) -> str:

@@ -87,6 +87,11 @@ def _check_depth_entries(query: Tensor, keys: Sequence[Tensor], values: Sequence
         raise ValueError(
             f"{len(keys)} keys and {len(values)} values: there must be one of each per entry, and at least one."
         )
+    if query.ndim != 4 or keys[-1].ndim != 4:
+        raise ValueError(
+            f"query has shape {list(query.shape)}, keys[-1] {list(keys[-1].shape)}: must be [B, Hq, T, d] and "
+            "[B, Hkv, T, d]."
+        )
     batch, heads, tokens, head_dim = query.shape
     kv_heads = keys[-1].shape[1]
     if kv_heads == 0 or heads % kv_heads:

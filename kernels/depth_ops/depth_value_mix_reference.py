@@ -21,7 +21,7 @@ def depth_value_weights_reference(query: Tensor, keys: Sequence[Tensor], *, scal
     dtype = accumulation_dtype(query.dtype)
     query_BKTD = query.unflatten(1, (keys[-1].shape[1], -1)).to(dtype).mean(2)
     # products and sums instead of a matrix product: autocast leaves these in fp32
-    scores_BKTN = torch.stack([(query_BKTD * key.to(dtype)).sum(-1) for key in keys], dim=-1) * scaling
+    scores_BKTN = torch.cat([(query_BKTD * key.to(dtype)).sum(-1, keepdim=True) for key in keys], dim=-1) * scaling
     return scores_BKTN.softmax(-1)
 
 
@@ -30,8 +30,8 @@ def depth_value_mix_reference(
 ) -> Tensor:
     """Values averaged over depth with these weights, `[B, K, T, D]`. See `depth_value_mix`."""
     weights_BKTN = depth_value_weights_reference(query, keys, scaling=scaling)
+    # slices, not unbind: Inductor (torch 2.11, CUDA) compiles the backward of unbind to wrong gradients
     mixed_BKTD = sum(
-        weight_BKT.unsqueeze(-1) * value.to(weights_BKTN.dtype)
-        for weight_BKT, value in zip(weights_BKTN.unbind(-1), values, strict=True)
+        weights_BKTN[..., entry : entry + 1] * value.to(weights_BKTN.dtype) for entry, value in enumerate(values)
     )
     return mixed_BKTD.to(values[-1].dtype)
