@@ -20,7 +20,8 @@ import depthmix
 class Measurement:
     """
     One number. `ratio` compares with the yardstick of the same case, which is measured in the same run; `low` and
-    `high` are the fastest and slowest repetition.
+    `high` are the fastest and slowest repetition; `peak_gib` is what the step needs besides what is held between steps
+    (weights, optimizer state, the cache that decoding starts from).
     """
 
     case: str
@@ -42,23 +43,37 @@ def case(function: Callable[[str], Iterator[Measurement]]) -> Callable[[str], It
     return function
 
 
-def measure(step: Callable[[], object], *, warmup: int = 3, repeats: int = 7) -> tuple[float, float, float, float]:
-    """Median, minimum and maximum milliseconds of `step`, and the peak GiB it adds to what was allocated before."""
-    for _ in range(warmup):
-        step()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    times = []
+@dataclass
+class Timing:
+    """Milliseconds of the repetitions of a step, and the peak GiB that it adds to what is allocated before."""
+
+    times: list[float]
+    peak_gib: float = 0.0
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.times)
+
+
+def measure(steps: list[Callable[[], object]], *, warmup: int = 3, repeats: int = 7) -> list[Timing]:
+    """Times the steps in turn, round after round, so that a drift of the machine meets all of them alike."""
+    for step in steps:
+        for _ in range(warmup):
+            step()
+    timings = [Timing([]) for _ in steps]
     for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        step()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    peak = (torch.cuda.max_memory_allocated() - before) / 2**30
-    return statistics.median(times), min(times), max(times), peak
+        for step, timing in zip(steps, timings, strict=True):
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            step()
+            end.record()
+            torch.cuda.synchronize()
+            timing.times.append(start.elapsed_time(end))
+            timing.peak_gib = max(timing.peak_gib, (torch.cuda.max_memory_allocated() - before) / 2**30)
+    return timings
 
 
 def release_memory() -> None:

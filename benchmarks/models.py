@@ -61,21 +61,27 @@ def check_function() -> None:
             raise RuntimeError(f"Cached logits differ from the full forward by {error}.")
 
 
-def compare(name: str, size: str, prepare, **options) -> Iterator[Measurement]:
-    """Measures `prepare(model)()` for each model."""
+def compare(name: str, size: str, prepare, *, together: bool = True, **options) -> Iterator[Measurement]:
+    """
+    Measures `prepare(model)()` for each model, in turns while both are in memory; one after the other where they do
+    not fit `together`.
+    """
+    groups = [list(MODELS)] if together else [[model_name] for model_name in MODELS]
     yardstick = None
-    for model_name in MODELS:
-        model = build(model_name, size)
-        median, low, high, peak = measure(prepare(model), **options)
-        yardstick = yardstick or median
-        yield Measurement(name, size, model_name, median, low, high, peak, median / yardstick)
-        del model
+    for group in groups:
+        timings = measure([prepare(build(model_name, size)) for model_name in group], **options)
+        for model_name, timing in zip(group, timings, strict=True):
+            yardstick = yardstick or timing.median
+            yield Measurement(
+                *(name, size, model_name, timing.median, min(timing.times), max(timing.times), timing.peak_gib),
+                ratio=timing.median / yardstick,
+            )
         release_memory()
 
 
 @case
 def train_step(size: str) -> Iterator[Measurement]:
-    """Forward, loss, backward and AdamW; 2048 tokens a sequence; peak memory includes gradients and optimizer."""
+    """Forward, loss, backward and AdamW, on sequences of 2048 tokens."""
 
     def prepare(model):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
@@ -89,7 +95,7 @@ def train_step(size: str) -> Iterator[Measurement]:
 
         return step
 
-    yield from compare("train_step", size, prepare)
+    yield from compare("train_step", size, prepare, together=False)
 
 
 def _prefill(name: str, size: str, length: int, **options) -> Iterator[Measurement]:
