@@ -2,8 +2,8 @@
 """
 Reading and writing safetensors checkpoints, a few megabytes at a time.
 
-The safetensors library checks the headers. The tensors' bytes are copied by plain reads and writes, because the library
-writes a file only from tensors that are all in memory.
+The safetensors library checks the headers. The tensors' bytes are copied by plain reads and writes, because the
+library writes a file only from tensors that are all in memory.
 """
 
 import json
@@ -242,7 +242,7 @@ def _read_index(path: Path) -> dict[str, str]:
         raise ConversionError(f"{path} must hold a non-empty object `weight_map`.")
     problems = []
     for file in dict.fromkeys(map(str, weight_map.values())):
-        plain = Path(file).name == file and "\\" not in file
+        plain = Path(file).name == file and "\\" not in file and file.isprintable()
         if not plain or not file.endswith(".safetensors"):
             problems.append(f"{file!r} is not the plain name of a .safetensors file")
     raise_problems(f"{path} names files that will not be opened", problems)
@@ -271,7 +271,9 @@ def _no_safetensors_message(folder: Path) -> str:
     names = sorted(path.name for path in folder.iterdir())
     pickled = [name for name in names if name.endswith(PICKLE_SUFFIXES)]
     if "adapter_config.json" in names:
-        return f"{folder} holds a PEFT adapter. Merge it into its base model (`merge_and_unload`) and convert the result."
+        return (
+            f"{folder} holds a PEFT adapter. Merge it into its base model (`merge_and_unload`) and convert the result."
+        )
     if pickled:
         return (
             f"{folder} has its weights only in pickled files ({', '.join(pickled[:5])}). These can run code when they "

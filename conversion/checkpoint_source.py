@@ -54,7 +54,9 @@ def locate_checkpoint(source: str | os.PathLike, revision: str | None = None, to
     folder = Path(source).expanduser()
     if folder.is_dir():
         if revision is not None:
-            raise ConversionError(f"revision={revision!r} is for checkpoints on the Hub, and {folder} is a local folder.")
+            raise ConversionError(
+                f"revision={revision!r} is for checkpoints on the Hub, and {folder} is a local folder."
+            )
         return folder
     if folder.exists():
         raise ConversionError(f"{folder} is a file. Give the folder that holds config.json and the safetensors files.")

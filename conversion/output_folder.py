@@ -21,12 +21,16 @@ def check_destination(dest: Path, overwrite: bool) -> None:
     if not dest.is_dir():
         raise ConversionError(f"{dest} exists and is not a folder.")
     if os.path.ismount(dest):
-        raise ConversionError(f"{dest} is a mount point, which cannot be replaced in one step. Name a folder inside it.")
+        raise ConversionError(
+            f"{dest} is a mount point, which cannot be replaced in one step. Name a folder inside it."
+        )
     names = os.listdir(dest)
     if names and not overwrite:
         raise ConversionError(f"{dest} is not empty. Choose another destination, or pass overwrite to replace it.")
     if names and not any(name == "config.json" or name.endswith(".safetensors") for name in names):
-        raise ConversionError(f"{dest} does not look like a model's folder, so it is not overwritten. Remove it yourself.")
+        raise ConversionError(
+            f"{dest} does not look like a model's folder, so it is not overwritten. Remove it yourself."
+        )
 
 
 def check_apart(dest: Path, source: Path) -> None:
@@ -40,11 +44,11 @@ def check_apart(dest: Path, source: Path) -> None:
 
 
 @contextmanager
-def staged_folder(dest: Path) -> Iterator[Path]:
+def staged_folder(dest: Path, overwrite: bool) -> Iterator[Path]:
     """
     A new folder beside `dest` that takes its place when the block ends, and is removed when the block raises.
 
-    An older `dest` stays as it is until then.
+    An older `dest` stays as it is until then, and is replaced only with `overwrite`.
     """
     # the target of a link is replaced, not the link
     dest = dest.resolve()
@@ -55,8 +59,10 @@ def staged_folder(dest: Path) -> Iterator[Path]:
     staging.mkdir()
     try:
         yield staging
-        with suppress(FileNotFoundError):
-            dest.rename(replaced)
+        if overwrite:
+            with suppress(FileNotFoundError):
+                dest.rename(replaced)
+        # fails on a folder that is not empty
         staging.rename(dest)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)

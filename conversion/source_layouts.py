@@ -103,7 +103,9 @@ def _baseline_mode(config: dict[str, Any]) -> str | None:
 
 
 def _other_attention_residuals(config, tensor_names):
-    evidence = [f"{key} is set" for key in ("attn_res_block_size", "attnres_num_blocks") if config.get(key) is not None]
+    evidence = [
+        f"{key} is set" for key in ("attn_res_block_size", "attnres_num_blocks") if config.get(key) is not None
+    ]
     return evidence + _model_type("qwen3_attnres")(config, tensor_names)
 
 

@@ -1,0 +1,64 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""The `depthmix` command."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from .converter import DTYPES, TARGETS, convert, inspect_checkpoint
+from .errors import ConversionError
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command; exits with 1 and one message if a checkpoint is refused, and with 2 for wrong usage."""
+    arguments = vars(_make_parser().parse_args(argv))
+    run = arguments.pop("run")
+    try:
+        print(run(**arguments))
+    except (ConversionError, OSError) as error:
+        sys.exit(f"depthmix: error: {error}")
+    except KeyboardInterrupt:
+        print("depthmix: interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="depthmix", description="Converts checkpoints to models that mix over depth."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    command = commands.add_parser("convert", help="convert a checkpoint", description="Converts a checkpoint.")
+    command.set_defaults(run=convert)
+    command.add_argument("source", metavar="SOURCE", help="folder of a safetensors checkpoint, or Hub id")
+    command.add_argument("dest", metavar="DEST", help="folder of the result")
+    command.add_argument(
+        "--to", choices=list(TARGETS), default="depth_qwen3", help="model type (default: %(default)s)"
+    )
+    command.add_argument("--depth-stride", type=int, metavar="N", help="every N-th layer is a source; 0: no mixing")
+    command.add_argument("--depth-window", type=int, metavar="N", help="so many most recent layers are sources too")
+    command.add_argument(
+        "--key-norm-position", choices=("before_rope", "after_rope"), help="order of key norm and rotation"
+    )
+    command.add_argument("--dtype", choices=DTYPES, help="dtype of the result (default: that of each tensor)")
+    command.add_argument(
+        "--shard-size", default="5GB", metavar="SIZE", help="most bytes per file (default: %(default)s)"
+    )
+    command.add_argument("--push-to-hub", metavar="REPO", help="upload the result to this Hub repository")
+    command.add_argument(
+        "--overwrite", action="store_true", help="replace a model in DEST once the new one is complete"
+    )
+    command.add_argument("--dry-run", action="store_true", help="check everything, print the plan, write nothing")
+    command.add_argument("--revision", metavar="R", help="branch, tag or commit of a SOURCE on the Hub")
+
+    command = commands.add_parser(
+        "inspect", help="say what a checkpoint is", description="Says what a checkpoint is and what it would become."
+    )
+    command.set_defaults(run=inspect_checkpoint)
+    command.add_argument("path_or_hub_id", metavar="PATH", help="folder of a safetensors checkpoint, or Hub id")
+    command.add_argument("--revision", metavar="R", help="branch, tag or commit of a checkpoint on the Hub")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

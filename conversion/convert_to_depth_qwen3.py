@@ -1,0 +1,178 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""Conversion to DepthQwen3: from Qwen3, and from the released Depth-Attention weights and their vanilla control."""
+
+from copy import deepcopy
+from dataclasses import fields
+from typing import Any
+
+from transformers import LlamaConfig, Qwen3Config
+
+from depthmix.configuration.configuration_depth_qwen3 import DepthQwen3Config
+from depthmix.modeling.modeling_depth_qwen3 import DepthQwen3ForCausalLM
+
+from .conversion_target import AcceptedSource, ConversionTarget, TranslatedConfig
+from .errors import ConversionError
+from .weight_maps import QWEN3_TO_DEPTH_QWEN3, RELEASED_LLAMA_TO_DEPTH_QWEN3
+
+
+OPTIONS = ("depth_stride", "depth_window", "key_norm_position")
+
+# say what a file is, not how the model computes
+_IDENTITY_KEYS = ("model_type", "architectures", "auto_map", "transformers_version", "_name_or_path")
+
+# field of a released config -> why a value other than false, null, 0 or absent changes the function
+_LLAMA_REFUSALS = {
+    "mlp_bias": "DepthQwen3's MLP has no biases",
+    "scale_embeds": "DepthQwen3 does not scale its embeddings",
+    "no_residual": "DepthQwen3 always adds the residual",
+    "use_p2n": "DepthQwen3 runs its layers once",
+}
+
+
+def from_qwen3(source: dict[str, Any], options: dict[str, Any]) -> TranslatedConfig:
+    """Every field is carried; the fields of the mixing come from the options, or are this package's defaults."""
+    warnings = []
+    architectures = source.get("architectures") or ["Qwen3ForCausalLM"]
+    if "Qwen3ForCausalLM" not in architectures:
+        raise ConversionError(
+            f"architectures is {architectures}. Only causal language models (Qwen3ForCausalLM) convert."
+        )
+    if source.get("auto_map"):
+        warnings.append(
+            "The source names code of its own (auto_map). It was ignored: the model is taken for stock Qwen3."
+        )
+
+    carried = {key: value for key, value in source.items() if key not in _IDENTITY_KEYS}
+    config = _depth_config({**carried, **options})
+    if config.key_norm_position != "before_rope":
+        warnings.append(
+            f"key_norm_position={config.key_norm_position!r}: Qwen3 weights are trained with 'before_rope'."
+        )
+    if any(config.depth_sources) or config.key_norm_position != "before_rope":
+        note = (
+            "The converted model computes another function than the vanilla checkpoint: mixing over depth has no "
+            "parameters that could switch it off at the start. Fine-tune it before use. With depth_stride=0 it is "
+            "exactly the vanilla model."
+        )
+    else:
+        note = "Mixing over depth is off: the converted model computes exactly what the vanilla checkpoint does."
+    return TranslatedConfig(config, _read_stock(Qwen3Config, source), note, tuple(warnings))
+
+
+def from_released_depth_attention(source: dict[str, Any], options: dict[str, Any]) -> TranslatedConfig:
+    """The stride, the window and the order of key norm and rotation are those that the released code runs with."""
+    mode = source.get("cross_layer_mode")
+    if mode not in (None, "depth_softmax", "depth_attention"):
+        raise ConversionError(
+            f"cross_layer_mode is {mode!r}, an experimental variant that computes something else. Only depth_softmax "
+            "and depth_attention convert."
+        )
+    warnings = []
+    if source.get("recurrent_model") is False:
+        if "depth_stride" not in options:
+            raise ConversionError(
+                "recurrent_model is false: the code of that time would have run this checkpoint without mixing, later "
+                "code with it. Say which: pass depth_stride=0 for no mixing, or the stride it was trained with."
+            )
+        warnings.append("recurrent_model is false in the source, so the code of that time ran it without mixing.")
+    if source.get("layer_kv_reuse_map"):
+        warnings.append("layer_kv_reuse_map was ignored: it has no effect where Depth-Attention is on.")
+
+    stride, differing = _aliased(source, "depth_attention_stride", "depth_softmax_stride", default=1)
+    window, differing_window = _aliased(source, "depth_attention_recent_window", "depth_recent_window", default=0)
+    warnings += differing + differing_window
+    # the released code takes 0 and less for "every earlier layer" and "no window"
+    return _from_llama(source, options, {"depth_stride": max(stride, 1), "depth_window": max(window, 0)}, warnings)
+
+
+def from_released_qk_norm(source: dict[str, Any], options: dict[str, Any]) -> TranslatedConfig:
+    """The vanilla control of the release: the same model without mixing."""
+    warnings = []
+    if "use_qk_norm" not in source and "key_norm_position" not in options:
+        warnings.append(
+            "The config does not say that it comes from the Depth-Attention release, only the q/k norms do. If its "
+            "code normalises the key before the rotation, pass key_norm_position='before_rope'."
+        )
+    return _from_llama(source, options, {"depth_stride": 0, "depth_window": 0}, warnings)
+
+
+def _from_llama(
+    source: dict[str, Any], options: dict[str, Any], trained: dict[str, Any], warnings: list[str]
+) -> TranslatedConfig:
+    problems = [f"{key} is {source[key]!r}: {why}" for key, why in _LLAMA_REFUSALS.items() if source.get(key)]
+    if source.get("use_qk_norm") is False:
+        problems.append("use_qk_norm is false: DepthQwen3 always normalises queries and keys")
+    if source.get("pretraining_tp") not in (None, 0, 1):
+        problems.append(f"pretraining_tp is {source['pretraining_tp']!r}: only 1 computes what DepthQwen3 computes")
+    if problems:
+        raise ConversionError(f"DepthQwen3 cannot represent this checkpoint exactly: {'; '.join(problems)}.")
+
+    trained = {**trained, "key_norm_position": "after_rope"}
+    stock_config = _read_stock(LlamaConfig, source)
+    # through the class, since the defaults of absent fields are Llama's and not Qwen3's
+    shared = {field.name for field in fields(LlamaConfig)} & {field.name for field in fields(Qwen3Config)}
+    carried = {key: value for key, value in stock_config.to_dict().items() if key in shared}
+    config = _depth_config({**carried, **trained, **options})
+    changed = {key: value for key, value in options.items() if value != trained[key]}
+    warnings += [
+        f"{key}={value!r} as asked; the source was trained with {trained[key]!r}." for key, value in changed.items()
+    ]
+    if changed:
+        note = f"The converted model computes another function than the source, because of {', '.join(changed)}."
+    else:
+        note = "The converted model computes what the source computes without a cache and without padding."
+    return TranslatedConfig(config, stock_config, note, tuple(warnings))
+
+
+def _aliased(source: dict[str, Any], key: str, older_key: str, default: int) -> tuple[int, list[str]]:
+    """The value of a field that was renamed, and a warning if both names are there with different values."""
+    found = [(name, source[name]) for name in (key, older_key) if name in source] or [(key, default)]
+    for name, value in found:
+        if type(value) is not int:
+            raise ConversionError(f"{name} is {value!r}, must be an integer.")
+    value = found[0][1]
+    if any(other != value for _, other in found):
+        return value, [
+            f"{key} is {value} but {older_key} is {found[1][1]}; {key} was followed, as the later code does."
+        ]
+    return value, []
+
+
+def _depth_config(values: dict[str, Any]) -> DepthQwen3Config:
+    config = DepthQwen3Config.from_dict(deepcopy(values))
+    config.architectures = [DepthQwen3ForCausalLM.__name__]
+    return config
+
+
+def _read_stock(config_class: type, source: dict[str, Any]):
+    return config_class.from_dict(deepcopy(source))
+
+
+TARGET = ConversionTarget(
+    name=DepthQwen3Config.model_type,
+    model_class=DepthQwen3ForCausalLM,
+    options=OPTIONS,
+    sources={
+        "qwen3": AcceptedSource(from_qwen3, QWEN3_TO_DEPTH_QWEN3),
+        "released_depth_attention": AcceptedSource(from_released_depth_attention, RELEASED_LLAMA_TO_DEPTH_QWEN3),
+        "released_qk_norm": AcceptedSource(from_released_qk_norm, RELEASED_LLAMA_TO_DEPTH_QWEN3),
+    },
+    refusals={
+        "depth_qwen3": "It already is what it would become: load it as it is.",
+        "llama": (
+            "It has no q/k norms, and DepthQwen3 normalises queries and keys in every layer, which no choice of norm "
+            "weights undoes. Use a Qwen3 checkpoint of that size."
+        ),
+        "released_experiment": "It does not compute Depth-Attention. Use the released Depth-Attention weights.",
+        "qwen3_p2n": "It runs its layers several times per token. Use a plain Qwen3 checkpoint.",
+        "released_attnres": "AttnRes is not supported by this version of depthmix.",
+        "released_denseformer": "DenseFormer is not supported by this version of depthmix.",
+        "released_mhc": "mHC is not supported by this version of depthmix.",
+        "attention_residuals": "Attention Residuals are not supported by this version of depthmix.",
+    },
+    summary=(
+        "DepthQwen3 is Qwen3 with Depth-Attention (arXiv 2606.05014): a layer mixes its values with those of earlier "
+        "layers at the same token, and has no additional parameters for it."
+    ),
+    tags=("depthmix", "depth-attention"),
+)

@@ -1,0 +1,332 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""Converts checkpoints to this package's models, and says what a checkpoint is."""
+
+import math
+import os
+import shutil
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HFValidationError, StrictDataclassError
+from transformers import GenerationConfig, PreTrainedConfig
+
+from .checkpoint_io import (
+    FLOAT_DTYPES,
+    INDEX_FILE,
+    Checkpoint,
+    find_file,
+    open_checkpoint,
+    plan_shards,
+    read_json,
+    verify_checkpoint,
+    write_checkpoint,
+)
+from .checkpoint_source import CARD_FILE, CHAT_TEMPLATE_FOLDER, COMPANION_FILES, hub_id_of, locate_checkpoint
+from .conversion_target import ConversionTarget, TranslatedConfig
+from .convert_to_depth_qwen3 import TARGET as DEPTH_QWEN3
+from .errors import ConversionError
+from .model_card import make_model_card, read_card_metadata
+from .output_folder import check_apart, check_destination, staged_folder
+from .reports import CheckpointDescription, ConversionReport, describe_config_changes, describe_dtypes, format_bytes
+from .source_layouts import SourceLayout, recognise_layout
+from .tensor_plan import TensorPlan, plan_tensors
+
+
+TARGETS: dict[str, ConversionTarget] = {target.name: target for target in (DEPTH_QWEN3,)}
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def convert(
+    source: str | os.PathLike,
+    dest: str | os.PathLike,
+    *,
+    to: str = "depth_qwen3",
+    depth_stride: int | None = None,
+    depth_window: int | None = None,
+    key_norm_position: str | None = None,
+    dtype: str | torch.dtype | None = None,
+    shard_size: int | str = "5GB",
+    push_to_hub: str | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    progress: bool = True,
+) -> ConversionReport:
+    """
+    Converts a checkpoint and writes the result to a folder, with tokenizer, generation config, code and model card.
+
+    The tensors are copied a few megabytes at a time, so the memory that is needed does not depend on the model. The
+    folder appears when everything is written and checked; a failure before that leaves nothing and changes nothing.
+
+    Args:
+        source (`str` or `os.PathLike`):
+            A folder with config.json and safetensors files, or a Hub id. What is accepted depends on the target:
+            for `"depth_qwen3"` these are Qwen3, and the released Depth-Attention weights with their vanilla control.
+        dest (`str` or `os.PathLike`):
+            Folder of the result. It must not exist or be empty, unless `overwrite` is set.
+        to (`str`, *optional*, defaults to `"depth_qwen3"`):
+            Model type of the result.
+        depth_stride (`int`, *optional*), depth_window (`int`, *optional*), key_norm_position (`str`, *optional*):
+            Fields of [`DepthQwen3Config`]. Left out, they are what the released weights were trained with, and for
+            Qwen3 half the number of layers, 0 and `"before_rope"`.
+        dtype (`str` or `torch.dtype`, *optional*):
+            `"float32"`, `"bfloat16"` or `"float16"`. Left out, every tensor keeps its dtype.
+        shard_size (`int` or `str`, *optional*, defaults to `"5GB"`):
+            Most bytes of tensors per file.
+        push_to_hub (`str`, *optional*):
+            Hub repository that the finished folder is uploaded to. It is created if it is not there.
+        revision (`str`, *optional*):
+            Branch, tag or commit of a source on the Hub.
+        token (`str`, *optional*):
+            Token for the Hub. Left out, the one that is logged in.
+        overwrite (`bool`, *optional*, defaults to `False`):
+            Replace a model that is in `dest`, once the new one is complete.
+        dry_run (`bool`, *optional*, defaults to `False`):
+            Check everything and write nothing. A source on the Hub is downloaded into the cache all the same.
+        progress (`bool`, *optional*, defaults to `True`):
+            Show a progress bar.
+
+    Returns:
+        [`ConversionReport`]: what was done. `str()` of it is readable.
+
+    Raises:
+        [`ConversionError`]: for sources that are damaged, unsafe or cannot be represented exactly, destinations that
+            are in the way, and options with invalid values. The message says what is wrong.
+
+    ```python
+    >>> from depthmix.conversion import convert
+
+    >>> report = convert("Qwen/Qwen3-0.6B-Base", "qwen3-0.6b-depth", depth_stride=14)
+    ```
+    """
+    target = _get_target(to)
+    options = {"depth_stride": depth_stride, "depth_window": depth_window, "key_norm_position": key_norm_position}
+    options = {key: value for key, value in options.items() if value is not None}
+    dtype_code = _check_dtype(dtype)
+    dest = Path(dest).expanduser()
+    check_destination(dest, overwrite)
+    folder = locate_checkpoint(source, revision, token)
+    check_apart(dest, folder)
+
+    opened = _open_source(folder)
+    translated, plan = _plan_conversion(opened, target, options, dtype_code)
+    config = translated.config
+    if dtype_code is not None:
+        config.dtype = FLOAT_DTYPES[dtype_code]
+    shards = plan_shards(plan.writes, shard_size)
+    companions = _companion_files(folder)
+    card_metadata, card_warnings = read_card_metadata(find_file(folder, CARD_FILE))
+    report = ConversionReport(
+        source=os.fspath(source),
+        source_kind=opened.layout.title,
+        evidence=opened.evidence,
+        target=target.name,
+        destination=dest,
+        config_changes=describe_config_changes(translated.stock_config, config),
+        function_note=translated.function_note,
+        kept=plan.kept,
+        renamed=plan.renamed,
+        dropped=plan.dropped,
+        new=plan.new,
+        nbytes=sum(write.nbytes for write in plan.writes),
+        files=[*shards, *companions],
+        warnings=[
+            *opened.checkpoint.warnings,
+            *translated.warnings,
+            *plan.warnings,
+            *_code_warnings(companions),
+            *card_warnings,
+        ],
+        dry_run=dry_run,
+    )
+    if dry_run:
+        return report
+
+    _check_space(dest, report.nbytes)
+    with staged_folder(dest, overwrite) as staging:
+        write_checkpoint(staging, shards, progress)
+        verify_checkpoint(staging, shards)
+        for name, path in companions.items():
+            (staging / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, staging / name)
+        _write_legacy_generation_config(opened.config, config, staging)
+        config.save_pretrained(staging)
+        _verify_config(config, staging)
+        card = make_model_card(report, target, config.architectures[0], card_metadata, hub_id_of(source, folder))
+        (staging / CARD_FILE).write_text(card, encoding="utf-8")
+        report.files = sorted(path.relative_to(staging).as_posix() for path in staging.rglob("*") if path.is_file())
+    if push_to_hub is not None:
+        report.pushed_to = _push(dest, push_to_hub, token)
+    return report
+
+
+def inspect_checkpoint(
+    path_or_hub_id: str | os.PathLike, revision: str | None = None, token: str | None = None
+) -> CheckpointDescription:
+    """
+    Says what a checkpoint is, and what it would become.
+
+    Args:
+        path_or_hub_id (`str` or `os.PathLike`):
+            A folder with config.json and safetensors files, or a Hub id, which is downloaded into the cache.
+        revision (`str`, *optional*), token (`str`, *optional*):
+            As for [`convert`].
+
+    Returns:
+        [`CheckpointDescription`]: what was found. `str()` of it is readable.
+
+    Raises:
+        [`ConversionError`]: if the checkpoint cannot be read.
+    """
+    opened = _open_source(locate_checkpoint(path_or_hub_id, revision, token))
+    checkpoint = opened.checkpoint
+    conversions, warnings = {}, list(checkpoint.warnings)
+    for target in TARGETS.values():
+        try:
+            translated, plan = _plan_conversion(opened, target, {}, None)
+        except ConversionError as error:
+            conversions[target.name] = f"no. {error}"
+        else:
+            fields = ", ".join(f"{option}={getattr(translated.config, option)!r}" for option in target.options)
+            conversions[target.name] = f"yes, with {fields} unless asked otherwise. {translated.function_note}"
+            warnings += [*translated.warnings, *plan.warnings]
+    return CheckpointDescription(
+        source=os.fspath(path_or_hub_id),
+        kind=opened.layout.title,
+        layout=opened.layout.name,
+        evidence=opened.evidence,
+        config=opened.config,
+        num_tensors=len(checkpoint.tensors),
+        num_parameters=sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values()),
+        nbytes=checkpoint.nbytes,
+        dtypes=describe_dtypes(checkpoint),
+        files=list(checkpoint.files),
+        conversions=conversions,
+        warnings=warnings,
+    )
+
+
+@dataclass(frozen=True)
+class _OpenedSource:
+    config: dict[str, Any]
+    checkpoint: Checkpoint
+    layout: SourceLayout
+    evidence: list[str]
+
+
+def _open_source(folder: Path) -> _OpenedSource:
+    config_path = find_file(folder, "config.json")
+    if config_path is None:
+        raise ConversionError(f"{folder} has no config.json.")
+    config = read_json(config_path)
+    checkpoint = open_checkpoint(folder)
+    return _OpenedSource(config, checkpoint, *recognise_layout(config, checkpoint.tensors))
+
+
+def _plan_conversion(
+    opened: _OpenedSource, target: ConversionTarget, options: dict[str, Any], dtype: str | None
+) -> tuple[TranslatedConfig, TensorPlan]:
+    layout = opened.layout
+    if layout.name not in target.sources:
+        reason = target.refusals.get(layout.name, f"Accepted are: {', '.join(target.sources)}.")
+        raise ConversionError(
+            f"{opened.checkpoint.folder} is {layout.title} ({'; '.join(opened.evidence)}), which does not convert to "
+            f"{target.name}. {reason}"
+        )
+    if opened.config.get("quantization_config"):
+        raise ConversionError("The checkpoint is quantised (quantization_config). Convert the one it was made from.")
+    if unknown := options.keys() - set(target.options):
+        raise ConversionError(f"{target.name} has no option {', '.join(sorted(unknown))}.")
+    accepted = target.sources[layout.name]
+    try:
+        translated = accepted.translate(opened.config, options)
+    except ConversionError:
+        raise
+    except (StrictDataclassError, ValueError, TypeError) as error:
+        raise ConversionError(f"The configuration is not valid: {error}") from error
+    plan = plan_tensors(
+        opened.checkpoint, accepted.weight_map, target.model_class, translated.config, target.new_tensors, dtype
+    )
+    return translated, plan
+
+
+def _get_target(name: str) -> ConversionTarget:
+    if name not in TARGETS:
+        raise ConversionError(f"to={name!r}: must be one of {', '.join(TARGETS)}.")
+    return TARGETS[name]
+
+
+def _check_dtype(dtype: str | torch.dtype | None) -> str | None:
+    """The spelling that safetensors uses."""
+    if dtype is None:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ConversionError(f"dtype={name!r}: must be one of {', '.join(DTYPES)}.")
+    return next(code for code, float_dtype in FLOAT_DTYPES.items() if float_dtype is getattr(torch, name))
+
+
+def _companion_files(folder: Path) -> dict[str, Path]:
+    templates = sorted(path.name for path in (folder / CHAT_TEMPLATE_FOLDER).glob("*.jinja"))
+    names = [*COMPANION_FILES, *(f"{CHAT_TEMPLATE_FOLDER}/{name}" for name in templates)]
+    found = {name: find_file(folder, name) for name in names}
+    return {name: path for name, path in found.items() if path is not None}
+
+
+def _code_warnings(companions: dict[str, Path]) -> list[str]:
+    path = companions.get("tokenizer_config.json")
+    if path is None or "auto_map" not in read_json(path):
+        return []
+    return [
+        "The tokenizer needs code of its own (auto_map in tokenizer_config.json). Code is not copied: add it yourself."
+    ]
+
+
+def _check_space(dest: Path, nbytes: int) -> None:
+    existing = next(parent for parent in dest.resolve().parents if parent.is_dir())
+    free = shutil.disk_usage(existing).free
+    if free < nbytes:
+        raise ConversionError(
+            f"{existing} has {format_bytes(free)} free, and {format_bytes(nbytes)} are to be written."
+        )
+
+
+def _write_legacy_generation_config(source_config: dict[str, Any], config: PreTrainedConfig, folder: Path) -> None:
+    """Old checkpoints keep generation parameters in config.json, from where saving the configuration drops them."""
+    path = folder / "generation_config.json"
+    if path.exists():
+        return
+    legacy = GenerationConfig.from_model_config(deepcopy(source_config))
+    if legacy.to_diff_dict() != GenerationConfig.from_model_config(config).to_diff_dict():
+        legacy._from_model_config = False
+        legacy.to_json_file(path)
+
+
+def _verify_config(config: PreTrainedConfig, folder: Path) -> None:
+    written = type(config).from_pretrained(folder).to_dict()
+    # these say where a configuration comes from
+    ignored = {"transformers_version", "auto_map", "_name_or_path"}
+    differing = [key for key, value in config.to_dict().items() if key not in ignored and written.get(key) != value]
+    if differing:
+        raise ConversionError(f"config.json does not give the same configuration back: {', '.join(differing)}.")
+
+
+def _push(dest: Path, repo_id: str, token: str | None) -> str:
+    api = HfApi(token=token)
+    try:
+        address = api.create_repo(repo_id, exist_ok=True)
+        # shards of an earlier upload would otherwise stay beside the new ones
+        stale = ["*.safetensors", INDEX_FILE]
+        api.upload_folder(
+            repo_id=repo_id, folder_path=dest, commit_message="Convert with depthmix", delete_patterns=stale
+        )
+    except (OSError, HFValidationError) as error:
+        raise ConversionError(
+            f"The conversion is complete in {dest}, but pushing to {repo_id} failed: {error}"
+        ) from error
+    return str(address)

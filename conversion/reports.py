@@ -1,0 +1,161 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""What a conversion did or would do, and what a checkpoint is, as data and as text."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from transformers import PreTrainedConfig
+
+from .checkpoint_io import Checkpoint
+
+
+@dataclass
+class ConversionReport:
+    """
+    The outcome of [`convert`].
+
+    Args:
+        source (`str`), source_kind (`str`), evidence (`list` of `str`):
+            What was converted, what it was taken for, and why.
+        target (`str`), destination (`Path`):
+            Model type and folder of the result.
+        config_changes (`list` of `str`):
+            Differences between the source's configuration and the result's.
+        function_note (`str`):
+            Whether the result computes what the source did.
+        kept, renamed, dropped, new (`list` of `str`):
+            Names of the tensors: in the source's names where they were dropped, in the target's otherwise.
+        nbytes (`int`):
+            Bytes of all tensors written.
+        files (`list` of `str`):
+            Files in the destination, or, in a dry run, the weight files and those that travel along.
+        warnings (`list` of `str`):
+            What needs attention.
+        dry_run (`bool`):
+            Whether nothing was written.
+        pushed_to (`str`, *optional*):
+            Address of the repository on the Hub.
+    """
+
+    source: str
+    source_kind: str
+    evidence: list[str]
+    target: str
+    destination: Path
+    config_changes: list[str]
+    function_note: str
+    kept: list[str]
+    renamed: list[str]
+    dropped: list[str]
+    new: list[str]
+    nbytes: int
+    files: list[str]
+    warnings: list[str] = field(default_factory=list)
+    dry_run: bool = False
+    pushed_to: str | None = None
+
+    def __str__(self) -> str:
+        lines = [
+            "Plan (nothing written)" if self.dry_run else "Converted",
+            f"  source:   {self.source}: {self.source_kind} ({'; '.join(self.evidence)})",
+            f"  target:   {self.target} in {self.destination}",
+            f"  tensors:  {len(self.kept)} kept, {len(self.renamed)} renamed, {len(self.dropped)} dropped, "
+            f"{len(self.new)} new; {format_bytes(self.nbytes)}",
+            *(f"    dropped {name}" for name in self.dropped),
+            "  config:",
+            *(f"    {change}" for change in self.config_changes),
+            f"  files:    {_shorten(self.files)}",
+            f"  function: {self.function_note}",
+            *(f"  warning:  {warning}" for warning in self.warnings),
+        ]
+        if self.pushed_to:
+            lines.append(f"  pushed:   {self.pushed_to}")
+        return "\n".join(lines)
+
+
+@dataclass
+class CheckpointDescription:
+    """
+    The outcome of [`inspect_checkpoint`].
+
+    Args:
+        source (`str`), kind (`str`), layout (`str`), evidence (`list` of `str`):
+            What was inspected, what it is (title and short name of the layout), and why.
+        config (`dict`):
+            Content of config.json.
+        num_tensors, num_parameters, nbytes (`int`):
+            Size.
+        dtypes (`dict`):
+            Number of tensors by dtype, in the spelling of safetensors.
+        files (`list` of `str`):
+            Weight files.
+        conversions (`dict`):
+            Target to what the checkpoint would become, or to the reason why it cannot.
+        warnings (`list` of `str`):
+            What needs attention.
+    """
+
+    source: str
+    kind: str
+    layout: str
+    evidence: list[str]
+    config: dict
+    num_tensors: int
+    num_parameters: int
+    nbytes: int
+    dtypes: dict[str, int]
+    files: list[str]
+    conversions: dict[str, str]
+    warnings: list[str]
+
+    def __str__(self) -> str:
+        shown = (
+            "model_type",
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+        )
+        shown += ("vocab_size", "tie_word_embeddings", "depth_stride", "depth_window", "key_norm_position")
+        dtypes = ", ".join(f"{count} {dtype}" for dtype, count in self.dtypes.items())
+        lines = [
+            f"{self.source}: {self.kind} ({'; '.join(self.evidence)})",
+            f"  config:   {', '.join(f'{key}={self.config[key]}' for key in shown if key in self.config)}",
+            f"  tensors:  {self.num_tensors} ({dtypes}), {self.num_parameters:,} values, {format_bytes(self.nbytes)}",
+            f"  files:    {_shorten(self.files)}",
+            *(f"  warning:  {warning}" for warning in self.warnings),
+            *(f"  to {target}: {outcome}" for target, outcome in self.conversions.items()),
+        ]
+        return "\n".join(lines)
+
+
+def _shorten(names: list[str], limit: int = 12) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+def describe_dtypes(checkpoint: Checkpoint) -> dict[str, int]:
+    return dict(Counter(tensor.dtype for tensor in checkpoint.tensors.values()).most_common())
+
+
+def describe_config_changes(stock_config: PreTrainedConfig, config: PreTrainedConfig) -> list[str]:
+    """Fields that differ, that the result does not have, and that are the target's own."""
+    before, after = stock_config.to_dict(), config.to_dict()
+    own_fields = type(config).__dataclass_fields__.keys() - type(config).__base__.__dataclass_fields__.keys()
+    ignored = {"transformers_version", "auto_map"}
+    changes = [f"{key}: {value!r} dropped" for key, value in before.items() if key not in after and key not in ignored]
+    for key, value in after.items():
+        if key in before and before[key] != value and key not in ignored:
+            changes.append(f"{key}: {before[key]!r} -> {value!r}")
+        elif key not in before and key in own_fields:
+            changes.append(f"{key}: {value!r} (new)")
+    return changes
+
+
+def format_bytes(nbytes: int) -> str:
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
+        if nbytes >= size:
+            return f"{nbytes / size:.2f} {unit}"
+    return f"{nbytes} bytes"

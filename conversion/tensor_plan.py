@@ -1,0 +1,99 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""Which tensor of the source becomes which tensor of the target."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from .checkpoint_io import FLOAT_DTYPES, Checkpoint, TensorWrite, same_values
+from .errors import raise_problems
+from .weight_maps import WeightMap
+
+
+@dataclass
+class TensorPlan:
+    """The tensors to write, in the model's order, and how they came about (by target name; dropped by source name)."""
+
+    writes: list[TensorWrite] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+    renamed: list[str] = field(default_factory=list)
+    new: list[str] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def plan_tensors(
+    checkpoint: Checkpoint,
+    weight_map: WeightMap,
+    model_class: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    new_tensors: Callable[[PreTrainedConfig], dict[str, torch.Tensor]],
+    dtype: str | None,
+) -> TensorPlan:
+    """
+    Matches a checkpoint with the model that `config` describes.
+
+    Raises:
+        [`ConversionError`]: listing the tensors that are missing, not expected, of another shape, or quantised.
+    """
+    shapes, tied = _expected_tensors(model_class, config)
+    start_values = new_tensors(config)
+    plan = TensorPlan()
+    problems = []
+
+    sources = {}
+    for name, stored in checkpoint.tensors.items():
+        target_name = weight_map.to_target(name)
+        if target_name is None:
+            plan.dropped.append(name)
+        elif target_name not in shapes:
+            problems.append(f"{name} in {stored.file.name} is not part of this model")
+        else:
+            sources[target_name] = stored
+
+    for name, shape in shapes.items():
+        stored = sources.get(name)
+        if name in tied:
+            if stored is not None:
+                plan.dropped.append(stored.name)
+                partner = sources.get(tied[name])
+                if partner is not None and not same_values(stored, partner):
+                    plan.warnings.append(
+                        f"{stored.name} differs from {partner.name}, but the config ties them. The config was "
+                        f"followed and {stored.name} was dropped."
+                    )
+        elif stored is None and name in start_values:
+            plan.writes.append(TensorWrite.from_tensor(name, start_values[name]))
+            plan.new.append(name)
+        elif stored is None:
+            problems.append(f"{weight_map.to_source(name)} {_where_missing(name, model_class, checkpoint)}")
+        elif stored.shape != shape:
+            problems.append(f"{stored.name} in {stored.file.name} has shape {list(stored.shape)}, not {list(shape)}")
+        elif stored.dtype not in FLOAT_DTYPES:
+            problems.append(
+                f"{stored.name} in {stored.file.name} is quantised or no weight: its dtype is {stored.dtype}"
+            )
+        else:
+            plan.writes.append(TensorWrite.from_stored(name, stored, dtype))
+            (plan.kept if stored.name == name else plan.renamed).append(name)
+    raise_problems(f"The tensors of {checkpoint.folder} do not fit its config.json", problems)
+    return plan
+
+
+def _expected_tensors(
+    model_class: type[PreTrainedModel], config: PreTrainedConfig
+) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """Shapes by name, and which names are tied to which."""
+    with torch.device("meta"):
+        model = model_class(config)
+    tied = model._tied_weights_keys if config.tie_word_embeddings else {}
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}, tied
+
+
+def _where_missing(name: str, model_class: type[PreTrainedModel], checkpoint: Checkpoint) -> str:
+    files = ", ".join(checkpoint.files[:3]) + (", …" if len(checkpoint.files) > 3 else "")
+    if name in model_class._tied_weights_keys:
+        return f"is missing (looked in {files}), and config.json does not say that it is tied (tie_word_embeddings)"
+    return f"is missing (looked in {files})"

@@ -1,0 +1,118 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""Source checkpoints for the conversion."""
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+
+@pytest.fixture
+def qwen3_source(tmp_path, tiny):
+    """`qwen3_source(**fields)` saves an awake vanilla Qwen3 and returns its folder; `shard_size` splits it."""
+
+    def make(name="source", *, shard_size="5GB", **fields):
+        torch.manual_seed(0)
+        model = Qwen3ForCausalLM(Qwen3Config(**(tiny | fields)))
+        with torch.no_grad():
+            for parameter_name, parameter in model.named_parameters():
+                if "norm" in parameter_name or "bias" in parameter_name:
+                    parameter.add_(0.3 * torch.randn_like(parameter))
+        model.save_pretrained(tmp_path / name, max_shard_size=shard_size)
+        return tmp_path / name
+
+    return make
+
+
+@pytest.fixture
+def edit_config():
+    """`edit_config(folder, **fields)` sets fields of a config.json; `...` removes one."""
+
+    def edit_config(folder, **fields):
+        path = folder / "config.json"
+        config = json.loads(path.read_text()) | fields
+        path.write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
+
+    return edit_config
+
+
+@pytest.fixture
+def released_tensors():
+    """The weights of the whole-model vector: every tensor is a sine of its place in the list and its indices."""
+    vocab, hidden, inner, heads, kv_heads, width = 11, 8, 12, 4, 2, 4
+    layer_shapes = {
+        "self_attn.q_proj": (heads * width, hidden),
+        "self_attn.k_proj": (kv_heads * width, hidden),
+        "self_attn.v_proj": (kv_heads * width, hidden),
+        "self_attn.o_proj": (hidden, heads * width),
+        "self_attn.q_norm": (width,),
+        "self_attn.k_norm": (width,),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+    }
+    shapes = {"model.embed_tokens": (vocab, hidden)}
+    for layer in range(4):
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in layer_shapes.items()}
+    shapes |= {"model.norm": (hidden,), "lm_head": (vocab, hidden), "lm_head_layernorm": (hidden,)}
+
+    def fill(place, shape):
+        row = torch.arange(shape[0], dtype=torch.float64)
+        if len(shape) == 1:
+            return 1 + 0.3 * torch.sin(1.1 * row + 0.5 * place)
+        column = torch.arange(shape[1], dtype=torch.float64)
+        return 0.4 * torch.sin(0.7 * row[:, None] + 1.3 * column + 0.9 * place + 0.2)
+
+    tensors = {f"{name}.weight": fill(place, shape) for place, (name, shape) in enumerate(shapes.items())}
+    assert len(tensors) == 48
+    assert math.isclose(tensors["lm_head.weight"][0, 0].item(), -0.275364, abs_tol=1e-6)
+    return tensors
+
+
+@pytest.fixture
+def released_source(tmp_path, released_tensors):
+    """`released_source(**method_keys)` writes these weights in the layout of the Depth-Attention release."""
+
+    def make(name="released", *, without=(), **method_keys):
+        folder = tmp_path / name
+        folder.mkdir()
+        kept = {key: tensor for key, tensor in released_tensors.items() if not any(part in key for part in without)}
+        save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+        config = {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "vocab_size": 11,
+            "hidden_size": 8,
+            "intermediate_size": 12,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 4,
+            "hidden_act": "silu",
+            "max_position_embeddings": 2048,
+            "initializer_range": 0.01,
+            "rms_norm_eps": 1e-5,
+            "pretraining_tp": 1,
+            "pad_token_id": 1,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+            "tie_word_embeddings": False,
+            "rope_theta": 10000.0,
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "mlp_bias": False,
+            "use_qk_norm": True,
+            "scale_embeds": False,
+            "torch_dtype": "float64",
+            "transformers_version": "4.46.1",
+            "use_cache": True,
+        } | method_keys
+        (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
+        return folder
+
+    return make

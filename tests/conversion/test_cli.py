@@ -1,0 +1,111 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""The `depthmix` command."""
+
+import subprocess
+import sys
+
+import pytest
+
+from depthmix.conversion import cli
+from depthmix.conversion.cli import main
+
+
+@pytest.fixture
+def fails(capsys):
+    """`fails(code, *arguments)` runs the command, which must exit with that code; returns what it says on stderr."""
+
+    def fails(code, *arguments):
+        with pytest.raises(SystemExit) as error:
+            main([str(argument) for argument in arguments])
+        output = capsys.readouterr()
+        assert output.out == ""
+        # text as exit status is what Python prints to stderr before it exits with 1
+        if isinstance(error.value.code, str):
+            assert code == 1
+            return error.value.code
+        assert error.value.code == code
+        return output.err
+
+    return fails
+
+
+def test_convert_and_inspect(qwen3_source, tmp_path, capsys):
+    source, dest = qwen3_source(), tmp_path / "converted"
+    main(["convert", str(source), str(dest), "--to", "depth_qwen3", "--depth-stride", "3", "--depth-window", "1",
+          "--key-norm-position", "after_rope", "--dtype", "bfloat16", "--shard-size", "100KB"])  # fmt: skip
+    output = capsys.readouterr()
+    for text in ("Converted", "47 kept", "321.15 KB", "depth_stride: 3 (new)", "key_norm_position: 'after_rope'"):
+        assert text in output.out
+    assert "100%" in output.err, "the progress bar"
+    assert len(list(dest.glob("model-*-of-00004.safetensors"))) == 4
+
+    main(["inspect", str(dest)])
+    text = capsys.readouterr().out
+    assert "DepthQwen3" in text and "depth_stride=3, depth_window=1, key_norm_position=after_rope" in text
+    assert "47 BF16" in text and "160,576 values" in text and "321.15 KB" in text
+    assert "to depth_qwen3: no" in text and "already" in text
+
+    main(["inspect", str(source)])
+    text = capsys.readouterr().out
+    assert f"{source}: Qwen3 (model_type is 'qwen3')" in text
+    assert "to depth_qwen3: yes, with depth_stride=2, depth_window=0, key_norm_position='before_rope'" in text
+
+
+def test_dry_run(qwen3_source, tmp_path, capsys):
+    main(["convert", str(qwen3_source()), str(tmp_path / "converted"), "--dry-run"])
+    output = capsys.readouterr()
+    assert output.out.startswith("Plan (nothing written)") and "depth_stride: 2 (new)" in output.out
+    assert output.err == ""
+    assert not (tmp_path / "converted").exists()
+
+
+def test_overwrite(qwen3_source, tmp_path, capsys, fails):
+    source, dest = qwen3_source(), tmp_path / "converted"
+    main(["convert", str(source), str(dest)])
+    capsys.readouterr()
+    assert "is not empty" in fails(1, "convert", source, dest)
+    main(["convert", str(source), str(dest), "--overwrite", "--depth-stride", "0"])
+    assert '"depth_stride": 0' in (dest / "config.json").read_text()
+
+
+def test_refusals_exit_with_1(released_source, tmp_path, fails):
+    message = fails(1, "convert", released_source(mlp_bias=True), tmp_path / "converted")
+    assert message.startswith("depthmix: error: DepthQwen3 cannot represent") and "mlp_bias" in message
+    assert "There is no folder nowhere" in fails(1, "inspect", "./nowhere")
+    assert "is a file" in fails(1, "inspect", __file__)
+
+
+def test_system_errors_exit_with_1(qwen3_source, tmp_path, fails, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    source = qwen3_source()
+    monkeypatch.setitem(cli.main.__globals__, "convert", full)
+    assert "No space left on device" in fails(1, "convert", source, tmp_path / "converted")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("convert",),
+        ("convert", "source"),
+        ("convert", "source", "dest", "--to", "gpt2"),
+        ("convert", "source", "dest", "--dtype", "int8"),
+        ("convert", "source", "dest", "--depth-stride", "two"),
+        ("convert", "source", "dest", "--key-norm-position", "never"),
+        ("inspect", "a", "b"),
+        ("destroy",),
+    ],
+)
+def test_wrong_usage_exits_with_2(arguments, fails):
+    assert "usage: depthmix" in fails(2, *arguments)
+
+
+def test_as_a_process(qwen3_source, tmp_path):
+    """One line on stderr and no traceback, whichever way the command is started."""
+    command = [sys.executable, "-m", "depthmix", "convert", tmp_path / "nowhere", tmp_path / "converted"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.splitlines()[-1].startswith("depthmix: error: There is no folder")
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,479 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""`convert` to depth_qwen3: function, configuration, and what is refused."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
+
+from depthmix import DepthQwen3Config, DepthQwen3ForCausalLM
+from depthmix.conversion import ConversionError, convert
+
+
+def logits_of(folder, ids, **kwargs):
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(folder, **kwargs).eval()(ids).logits
+
+
+class TestFunction:
+    def test_without_mixing_it_is_vanilla_bit_for_bit(self, qwen3_source, tmp_path, token_ids):
+        source = qwen3_source()
+        report = convert(source, tmp_path / "converted", depth_stride=0, progress=False)
+        converted = AutoModelForCausalLM.from_pretrained(tmp_path / "converted").eval()
+        assert type(converted) is DepthQwen3ForCausalLM
+        ids = token_ids(2, 20)
+        assert torch.equal(converted(ids).logits, logits_of(source, ids))
+        assert "exactly what the vanilla checkpoint does" in report.function_note
+
+    @pytest.mark.parametrize("options", [{}, {"depth_stride": 1}, {"depth_stride": 3, "depth_window": 1}])
+    def test_with_mixing_it_is_the_same_weights_in_our_class(self, options, qwen3_source, tmp_path, tiny, token_ids):
+        source = qwen3_source()
+        report = convert(source, tmp_path / "converted", progress=False, **options)
+        ids = token_ids(2, 20)
+        logits = logits_of(tmp_path / "converted", ids)
+        assert (logits - logits_of(source, ids)).abs().max() > 0.05, "control: the mixing must matter"
+
+        expected = DepthQwen3ForCausalLM(DepthQwen3Config(**tiny, **options)).eval()
+        expected.load_state_dict(load_file(source / "model.safetensors"))
+        assert expected.config.depth_stride == {"depth_stride": 2, **options}["depth_stride"]
+        assert torch.equal(logits, expected(ids).logits)
+        assert "Fine-tune it" in report.function_note
+
+    def test_no_new_and_no_uninitialised_parameters(self, qwen3_source, tmp_path):
+        source = qwen3_source()
+        report = convert(source, tmp_path / "converted", progress=False)
+        assert report.new == report.renamed == report.dropped == []
+        vanilla = load_file(source / "model.safetensors")
+        assert report.kept == list(Qwen3ForCausalLM.from_pretrained(source).state_dict())
+        for kwargs in ({}, {}, {"device_map": "cpu"}):
+            model, info = DepthQwen3ForCausalLM.from_pretrained(
+                tmp_path / "converted", output_loading_info=True, **kwargs
+            )
+            assert not info["missing_keys"] and not info["unexpected_keys"]
+            assert model.state_dict().keys() == vanilla.keys()
+            assert all(torch.equal(tensor, vanilla[name]) for name, tensor in model.state_dict().items())
+
+    def test_dtype_converts_weights_and_config(self, qwen3_source, tmp_path):
+        source = qwen3_source()
+        convert(source, tmp_path / "converted", dtype=torch.bfloat16, progress=False)
+        written = load_file(tmp_path / "converted" / "model.safetensors")
+        for name, tensor in load_file(source / "model.safetensors").items():
+            assert torch.equal(written[name], tensor.to(torch.bfloat16))
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / "converted").dtype is torch.bfloat16
+
+    def test_dtype_refuses_values_that_do_not_fit(self, qwen3_source, tmp_path):
+        source = qwen3_source()
+        tensors = load_file(source / "model.safetensors")
+        tensors["model.norm.weight"][5] = 1e6
+        save_file(tensors, source / "model.safetensors")
+        with pytest.raises(ConversionError, match=r"model\.norm\.weight has values up to 1e\+06.*bfloat16"):
+            convert(source, tmp_path / "converted", dtype="float16", progress=False)
+        convert(source, tmp_path / "converted", dtype="bfloat16", progress=False)
+
+
+def in_4x_layout(config):
+    """The same fields as transformers 4 wrote them."""
+    config = dict(config)
+    rope = dict(config.pop("rope_parameters"))
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["rope_scaling"] = None if rope == {"rope_type": "default"} else rope
+    config["torch_dtype"] = config.pop("dtype")
+    config.pop("layer_types")
+    return config | {"transformers_version": "4.51.0"}
+
+
+# field values, and whether they matter to the function at all
+NON_DEFAULT_FIELDS = {
+    "rope_base": ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, True),
+    "rope_linear": ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}, True),
+    "rope_dynamic": ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+                      "max_position_embeddings": 64}, True),
+    "rope_yarn": ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e5, "factor": 8.0,
+                                       "original_max_position_embeddings": 64}}, True),
+    "rope_llama3": ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e5, "factor": 8.0,
+                                         "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                                         "original_max_position_embeddings": 64}}, True),
+    "attention_bias": ({"attention_bias": True}, False),
+    "head_dim": ({"head_dim": 32}, False),
+    "sliding_window": ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, True),
+    "norm_eps": ({"rms_norm_eps": 0.05}, True),
+    "activation": ({"hidden_act": "gelu"}, True),
+    "tied": ({"tie_word_embeddings": True}, False),
+    "special_ids": ({"pad_token_id": 5, "bos_token_id": 6, "eos_token_id": [7, 8]}, False),
+    "training": ({"attention_dropout": 0.25, "initializer_range": 0.07, "use_cache": False}, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["4.x", "5.x"])
+@pytest.mark.parametrize("case", NON_DEFAULT_FIELDS)
+def test_every_field_is_carried(case, layout, qwen3_source, tmp_path, tiny, token_ids):
+    fields, changes_the_function = NON_DEFAULT_FIELDS[case]
+    source = qwen3_source(**fields)
+    config_path = source / "config.json"
+    if layout == "4.x":
+        config_path.write_text(json.dumps(in_4x_layout(json.loads(config_path.read_text()))))
+        assert "rope_parameters" not in config_path.read_text()
+    convert(source, tmp_path / "converted", depth_stride=0, progress=False)
+
+    vanilla = AutoModelForCausalLM.from_pretrained(source).eval()
+    converted = AutoModelForCausalLM.from_pretrained(tmp_path / "converted").eval()
+    read = converted.config.to_dict()
+    for field, value in vanilla.config.to_dict().items():
+        if field not in ("model_type", "architectures", "transformers_version", "_name_or_path"):
+            assert read[field] == value, field
+    for field, value in fields.items():
+        assert read[field] == value, field
+
+    ids = token_ids(1, 202)
+    with torch.no_grad():
+        logits, expected = converted(ids).logits, vanilla(ids).logits
+        assert torch.equal(logits[:, 200], expected[:, 200])
+        assert torch.equal(logits, expected)
+        if changes_the_function:
+            plain = Qwen3ForCausalLM(Qwen3Config(**tiny)).eval()
+            plain.load_state_dict(vanilla.state_dict())
+            assert (plain(ids).logits[:, 200] - expected[:, 200]).abs().max() > 1e-2, "control: the field must matter"
+
+
+def test_explicit_layer_types_are_carried(qwen3_source, tmp_path, token_ids):
+    layer_types = ["full_attention", "sliding_attention", "full_attention", "sliding_attention"]
+    source = qwen3_source(use_sliding_window=True, sliding_window=8, layer_types=layer_types)
+    convert(source, tmp_path / "converted", depth_stride=0, progress=False)
+    assert DepthQwen3Config.from_pretrained(tmp_path / "converted").layer_types == layer_types
+    ids = token_ids(1, 60)
+    assert torch.equal(logits_of(tmp_path / "converted", ids), logits_of(source, ids))
+
+
+@pytest.mark.parametrize("where", ["generation_config.json", "config.json"])
+def test_generation_config_is_carried(where, qwen3_source, edit_config, tmp_path):
+    source = qwen3_source()
+    parameters = {"temperature": 0.3, "top_k": 7, "do_sample": True, "max_length": 77, "repetition_penalty": 1.5}
+    if where == "generation_config.json":
+        (source / where).write_text(json.dumps(parameters | {"eos_token_id": [2, 9]}))
+    else:
+        # as old checkpoints have it
+        (source / "generation_config.json").unlink()
+        edit_config(source, **parameters)
+    convert(source, tmp_path / "converted", progress=False)
+    vanilla, converted = (
+        AutoModelForCausalLM.from_pretrained(folder).generation_config for folder in (source, tmp_path / "converted")
+    )
+    assert all(getattr(vanilla, name) == value for name, value in parameters.items())
+    ignored = {"_from_model_config": None, "transformers_version": None}
+    assert converted.to_dict() | ignored == vanilla.to_dict() | ignored
+
+
+class TestOutputHead:
+    def test_tied_without_head(self, qwen3_source, tmp_path, token_ids):
+        source = qwen3_source(tie_word_embeddings=True)
+        assert "lm_head.weight" not in load_file(source / "model.safetensors")
+        report = convert(source, tmp_path / "converted", depth_stride=0, progress=False)
+        assert report.warnings == []
+        assert "lm_head.weight" not in load_file(tmp_path / "converted" / "model.safetensors")
+        ids = token_ids(2, 12)
+        assert torch.equal(logits_of(tmp_path / "converted", ids), logits_of(source, ids))
+
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "converted")
+        assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+        before = model.lm_head.weight.detach().clone()
+        model(ids, labels=ids).loss.backward()
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+        assert not torch.equal(model.lm_head.weight, before)
+        assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
+
+    def test_untied_with_head(self, qwen3_source, tmp_path, token_ids):
+        source = qwen3_source()
+        convert(source, tmp_path / "converted", depth_stride=0, progress=False)
+        written = load_file(tmp_path / "converted" / "model.safetensors")
+        assert not torch.equal(written["lm_head.weight"], written["model.embed_tokens.weight"])
+        ids = token_ids(2, 12)
+        assert torch.equal(logits_of(tmp_path / "converted", ids), logits_of(source, ids))
+
+    def test_untied_without_head_stops_before_writing(self, qwen3_source, edit_config, tmp_path):
+        source = qwen3_source(tie_word_embeddings=True)
+        edit_config(source, tie_word_embeddings=False)
+        with pytest.raises(ConversionError, match=r"lm_head\.weight is missing.*tie_word_embeddings"):
+            convert(source, tmp_path / "out" / "converted", progress=False)
+        assert not (tmp_path / "out").exists()
+
+    def test_tied_with_another_head_warns_and_follows_the_config(self, qwen3_source, edit_config, tmp_path):
+        source = qwen3_source()
+        edit_config(source, tie_word_embeddings=True)
+        report = convert(source, tmp_path / "converted", progress=False)
+        assert report.dropped == ["lm_head.weight"]
+        assert any("lm_head.weight differs from model.embed_tokens.weight" in text for text in report.warnings)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "converted")
+        assert torch.equal(model.lm_head.weight, load_file(source / "model.safetensors")["model.embed_tokens.weight"])
+
+    def test_tied_with_the_same_head_drops_it_quietly(self, qwen3_source, tmp_path):
+        source = qwen3_source(tie_word_embeddings=True)
+        tensors = load_file(source / "model.safetensors")
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        save_file(tensors, source / "model.safetensors")
+        report = convert(source, tmp_path / "converted", progress=False)
+        assert (report.dropped, report.warnings) == (["lm_head.weight"], [])
+
+    @pytest.mark.parametrize("route", ["model", "trainer"])
+    @pytest.mark.parametrize("tied", [True, False])
+    def test_saving_again_keeps_the_tie(self, tied, route, qwen3_source, tmp_path):
+        convert(qwen3_source(tie_word_embeddings=tied), tmp_path / "converted", progress=False)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "converted")
+        if route == "model":
+            model.save_pretrained(tmp_path / "saved")
+        else:
+            arguments = TrainingArguments(output_dir=tmp_path / "saved", report_to="none", use_cpu=True)
+            Trainer(model, arguments).save_model()
+        saved, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("saved", "converted"))
+        assert ("lm_head.weight" in saved) != tied
+        assert saved.keys() == expected.keys()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in saved.items())
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+        assert (again.lm_head.weight.data_ptr() == again.model.embed_tokens.weight.data_ptr()) == tied
+
+
+class TestReleasedLayout:
+    """The whole-model vector, in the layout of every generation of the released configs."""
+
+    IDS = (1, 5, 3, 7, 2, 9)
+    # positions 0 and 5; the same weights and formulas, in float64 numpy loops
+    LOGITS = (
+        (-1.112908184884, -0.478975873521, 0.380226275363, 1.060602065745, 1.242160132242, 0.839510879259,
+         0.042026542040, -0.775223534582, -1.227873869689, -1.103035937822, -0.459422968986),
+        (-1.072874910731, -0.602970157258, 0.150520882842, 0.833219599788, 1.124042119538, 0.886210066827,
+         0.231579572272, -0.531966413652, -1.045320283032, -1.067043689722, -0.586919776118),
+    )  # fmt: skip
+    LOSS = 2.535011622529
+    # first four logits of position 5 and the largest deviation from the above, for other settings
+    OTHER_SETTINGS = {
+        "stride 1": ({"depth_stride": 1}, (-1.092387, -0.603272, 0.169571, 0.862662), 0.0444),
+        "window 1": ({"depth_window": 1}, (-1.111018, -0.588045, 0.211494, 0.911564), 0.0783),
+        "key norm first": ({"key_norm_position": "before_rope"}, (-1.007141, -0.623637, 0.053173, 0.704974), 0.1282),
+        "mixing off": ({"depth_stride": 0}, (-0.657379, -0.603039, -0.265080, 0.197550), 0.6357),
+    }
+    LEGACY = {"cross_layer_pattern": "depth_softmax", "cross_layer_mode": "depth_softmax", "recurrent_model": True}
+    LEGACY_STRIDE = {"depth_softmax_stride": 2, "depth_recent_window": 0}
+    NEW_STRIDE = {"depth_attention_stride": 2, "depth_attention_recent_window": 0}
+    GENERATIONS = {
+        "legacy names": LEGACY | LEGACY_STRIDE,
+        "both names": LEGACY | LEGACY_STRIDE | NEW_STRIDE | {"use_depth_attention": True},
+        "new names with gate": NEW_STRIDE | {"use_depth_attention": True, "recurrent_model": True},
+        "new names": NEW_STRIDE | {"use_depth_attention": True},
+        "new pattern": {"cross_layer_pattern": "depth_attention", "depth_attention_stride": 2},
+    }
+
+    @pytest.fixture
+    def exact_stock_layers(self, monkeypatch):
+        """Stock norms and rotary tables are made in float32; here they are made in the dtype of the model."""
+
+        def norm(self, x):
+            return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+
+        def rotary(self, x, position_ids):
+            half = torch.arange(0, 4, 2, dtype=x.dtype) / 4
+            angles = (position_ids[..., None].to(x.dtype) * 10000.0**-half).repeat(1, 1, 2)
+            return angles.cos(), angles.sin()
+
+        monkeypatch.setattr(Qwen3RMSNorm, "forward", norm)
+        monkeypatch.setattr(Qwen3RotaryEmbedding, "forward", rotary)
+
+    def load(self, folder):
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+
+    @pytest.mark.parametrize("generation", GENERATIONS)
+    def test_vector(self, generation, released_source, tmp_path, exact_stock_layers):
+        source = released_source(**self.GENERATIONS[generation])
+        report = convert(source, tmp_path / "converted", progress=False)
+        assert (report.warnings, report.dropped) == ([], ["lm_head_layernorm.weight"])
+        ids = torch.tensor([self.IDS])
+        with torch.no_grad():
+            logits = self.load(tmp_path / "converted")(ids).logits[0]
+        assert logits.dtype is torch.float64
+        assert (logits[[0, 5]] - torch.tensor(self.LOGITS, dtype=torch.float64)).abs().max() < 1e-8
+        loss = torch.nn.functional.cross_entropy(logits[:-1], ids[0, 1:])
+        assert abs(loss.item() - self.LOSS) < 1e-8
+
+    def test_vector_with_stock_precision(self, released_source, tmp_path):
+        convert(released_source(**self.GENERATIONS["new names"]), tmp_path / "converted", progress=False)
+        logits = self.load(tmp_path / "converted")(torch.tensor([self.IDS])).logits[0]
+        assert (logits[[0, 5]] - torch.tensor(self.LOGITS, dtype=torch.float64)).abs().max() < 1e-6
+
+    @pytest.mark.parametrize("setting", OTHER_SETTINGS)
+    def test_other_settings_are_possible_and_reported(self, setting, released_source, tmp_path, exact_stock_layers):
+        options, start, deviation = self.OTHER_SETTINGS[setting]
+        source = released_source(**self.GENERATIONS["new names"])
+        report = convert(source, tmp_path / "converted", progress=False, **options)
+        (option,) = options
+        assert [text.split("=")[0] for text in report.warnings] == [option]
+        assert "another function" in report.function_note
+        with torch.no_grad():
+            logits = self.load(tmp_path / "converted")(torch.tensor([self.IDS])).logits[0]
+        assert (logits[5, :4] - torch.tensor(start)).abs().max() < 1e-6
+        at_two = (logits[[0, 5]] - torch.tensor(self.LOGITS)).abs().max()
+        assert deviation / 3 < at_two < deviation + 1e-4
+
+    @pytest.mark.parametrize("given", [1, 0, -3, ...])
+    def test_a_stride_of_one_or_less_is_every_earlier_layer(self, given, released_source, tmp_path):
+        source = released_source(use_depth_attention=True, depth_attention_stride=given)
+        convert(source, tmp_path / "converted", progress=False)
+        config = DepthQwen3Config.from_pretrained(tmp_path / "converted")
+        assert (config.depth_stride, config.depth_sources) == (1, ((), (0,), (0, 1), (0, 1, 2)))
+
+    def test_a_stride_beyond_the_layers_leaves_layer_zero(self, released_source, tmp_path):
+        source = released_source(use_depth_attention=True, depth_attention_stride=7)
+        convert(source, tmp_path / "converted", progress=False)
+        assert DepthQwen3Config.from_pretrained(tmp_path / "converted").depth_sources == ((), (0,), (0,), (0,))
+
+    @pytest.mark.parametrize(("given", "window"), [(1, 1), (0, 0), (-2, 0)])
+    def test_window(self, given, window, released_source, tmp_path):
+        source = released_source(
+            use_depth_attention=True, depth_attention_stride=2, depth_attention_recent_window=given
+        )
+        convert(source, tmp_path / "converted", progress=False)
+        assert DepthQwen3Config.from_pretrained(tmp_path / "converted").depth_window == window
+
+    def test_newer_name_wins_with_a_warning(self, released_source, tmp_path):
+        source = released_source(use_depth_attention=True, depth_attention_stride=2, depth_softmax_stride=3)
+        report = convert(source, tmp_path / "converted", dry_run=True)
+        assert "depth_stride: 2 (new)" in report.config_changes
+        assert any("depth_softmax_stride is 3" in text for text in report.warnings)
+
+    def test_every_stock_field_is_carried(self, released_source, tmp_path):
+        source = released_source(use_depth_attention=True, depth_attention_stride=2, eos_token_id=[0, 3])
+        convert(source, tmp_path / "converted", progress=False)
+        read = DepthQwen3Config.from_pretrained(tmp_path / "converted").to_dict()
+        given = json.loads((source / "config.json").read_text())
+        shared = given.keys() & Qwen3Config.__dataclass_fields__.keys() - {
+            "model_type",
+            "architectures",
+            "transformers_version",
+        }
+        assert len(shared) > 15
+        assert {name: read[name] for name in shared} == {name: given[name] for name in shared}
+        assert read["rope_parameters"] == {"rope_theta": 10000.0, "rope_type": "default"}
+        assert read["dtype"] == "float64"
+
+    def test_absent_fields_take_the_defaults_of_llama(self, released_source, tmp_path):
+        source = released_source(
+            use_depth_attention=True, bos_token_id=..., rms_norm_eps=..., max_position_embeddings=...
+        )
+        convert(source, tmp_path / "converted", progress=False)
+        config = DepthQwen3Config.from_pretrained(tmp_path / "converted")
+        assert (config.bos_token_id, config.rms_norm_eps, config.max_position_embeddings) == (1, 1e-6, 2048)
+
+    def test_the_unused_norm_may_be_missing(self, released_source, tmp_path):
+        source = released_source(use_depth_attention=True, without=("lm_head_layernorm",))
+        assert convert(source, tmp_path / "converted", progress=False).dropped == []
+
+    @pytest.mark.parametrize("keys", [{"use_depth_attention": False}, {}, {"use_qk_norm": ...}])
+    def test_vanilla_control(self, keys, released_source, tmp_path, exact_stock_layers):
+        report = convert(released_source(**keys), tmp_path / "converted", progress=False)
+        config = DepthQwen3Config.from_pretrained(tmp_path / "converted")
+        assert (config.depth_stride, config.key_norm_position) == (0, "after_rope")
+        assert any("only the q/k norms do" in text for text in report.warnings) == ("use_qk_norm" in keys)
+        with torch.no_grad():
+            logits = self.load(tmp_path / "converted")(torch.tensor([self.IDS])).logits[0]
+        expected = torch.tensor(self.OTHER_SETTINGS["mixing off"][1])
+        assert (logits[5, :4] - expected).abs().max() < 1e-6
+
+    def test_switched_off_gate_needs_a_decision(self, released_source, tmp_path):
+        source = released_source(**(self.GENERATIONS["legacy names"] | {"recurrent_model": False}))
+        with pytest.raises(ConversionError, match="recurrent_model is false.*depth_stride"):
+            convert(source, tmp_path / "converted", progress=False)
+        report = convert(source, tmp_path / "converted", depth_stride=2, progress=False)
+        assert any("recurrent_model is false" in text for text in report.warnings)
+
+    @pytest.mark.parametrize(
+        ("keys", "message"),
+        [
+            ({"cross_layer_mode": "depth_softmax_head0"}, "cross_layer_mode is 'depth_softmax_head0'"),
+            ({"depth_attention_stride": None}, "depth_attention_stride is None"),
+            ({"depth_attention_stride": "24"}, "depth_attention_stride is '24'"),
+            ({"depth_recent_window": None}, "depth_recent_window is None"),
+            ({"mlp_bias": True}, "mlp_bias is True"),
+            ({"scale_embeds": True}, "scale_embeds is True"),
+            ({"no_residual": True}, "no_residual is True"),
+            ({"pretraining_tp": 2}, "pretraining_tp is 2"),
+            ({"use_qk_norm": False}, "use_qk_norm is false"),
+        ],
+    )
+    def test_what_cannot_be_represented_is_refused(self, keys, message, released_source, tmp_path):
+        source = released_source(**({"use_depth_attention": True} | keys))
+        with pytest.raises(ConversionError, match=message):
+            convert(source, tmp_path / "converted", progress=False)
+        assert not (tmp_path / "converted").exists()
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("keys", "without", "message"),
+        [
+            ({"use_qk_norm": ...}, ("_norm", "head_layernorm"), "is Llama .*no q/k norms.*Use a Qwen3 checkpoint"),
+            ({"use_qk_norm": False}, ("q_norm", "k_norm"), "is Llama .*no q/k norms"),
+            ({"cross_layer_pattern": "dense"}, (), "an experiment.*cross_layer_pattern is 'dense'"),
+            ({"layer_kv_reuse_map": {"3": [1]}}, (), "an experiment.*layer_kv_reuse_map"),
+            ({"baseline_mode": "AttnRes"}, (), "AttnRes is not supported by this version"),
+            ({"baseline_mode": "densetransformer"}, (), "DenseFormer is not supported by this version"),
+            ({"residual_baseline": "mhc"}, (), "mHC is not supported by this version"),
+            ({"baseline_mode": "mhc", "residual_baseline": "attnres"}, (), "contradicts itself"),
+            ({"model_type": "qwen3_attnres"}, (), "Attention Residuals are not supported by this version"),
+            ({"model_type": "gpt2"}, (), "does not know.*Accepted are: qwen3, released_depth_attention"),
+            ({"model_type": ...}, (), "model_type is None.*Accepted are: qwen3"),
+        ],
+    )
+    def test_other_layouts(self, keys, without, message, released_source, tmp_path):
+        source = released_source(without=without, **keys)
+        with pytest.raises(ConversionError, match=message):
+            convert(source, tmp_path / "converted", progress=False)
+        assert not (tmp_path / "converted").exists()
+
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            ({"architectures": ["Qwen3ForSequenceClassification"]}, "Only causal language models"),
+            ({"use_p2n": True}, "several times per token"),
+            ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
+            ({"num_attention_heads": 3, "head_dim": 16}, "not valid"),
+        ],
+    )
+    def test_qwen3_variants(self, fields, message, qwen3_source, edit_config, tmp_path):
+        source = qwen3_source()
+        edit_config(source, **fields)
+        with pytest.raises(ConversionError, match=message):
+            convert(source, tmp_path / "converted", progress=False)
+
+    def test_already_converted(self, qwen3_source, tmp_path):
+        convert(qwen3_source(), tmp_path / "converted", progress=False)
+        with pytest.raises(ConversionError, match="already is what it would become"):
+            convert(tmp_path / "converted", tmp_path / "again", progress=False)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"to": "depth_llama"}, "to='depth_llama': must be one of depth_qwen3"),
+            ({"depth_stride": -1}, "depth_stride=-1"),
+            ({"depth_window": -1}, "depth_window=-1"),
+            ({"key_norm_position": "both"}, "key_norm_position"),
+            ({"dtype": "float64"}, "dtype='float64': must be one of float32"),
+            ({"shard_size": "5 parsecs"}, "shard_size='5 parsecs'"),
+            ({"revision": "main"}, "revision='main' is for checkpoints on the Hub"),
+        ],
+    )
+    def test_invalid_options(self, options, message, qwen3_source, tmp_path):
+        with pytest.raises(ConversionError, match=message):
+            convert(qwen3_source(), tmp_path / "converted", progress=False, **options)
+        assert not (tmp_path / "converted").exists()
+
+
+def test_own_code_of_a_source_is_left_behind(qwen3_source, edit_config, tmp_path):
+    source = qwen3_source()
+    edit_config(source, auto_map={"AutoModelForCausalLM": "modeling_evil.Evil"})
+    (source / "modeling_evil.py").write_text("raise SystemExit")
+    (source / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["tokenization_evil.Evil", null]}}')
+    report = convert(source, tmp_path / "converted", progress=False)
+    assert "auto_map" in report.warnings[0] and "tokenizer needs code" in report.warnings[1]
+    assert not (tmp_path / "converted" / "modeling_evil.py").exists()
+    auto_map = json.loads((tmp_path / "converted" / "config.json").read_text())["auto_map"]
+    assert auto_map["AutoModelForCausalLM"] == "modeling_depth_qwen3.DepthQwen3ForCausalLM"

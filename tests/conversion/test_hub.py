@@ -1,0 +1,144 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""Sources in the Hub's cache, and pushing."""
+
+import json
+import shutil
+
+import pytest
+from huggingface_hub import HfApi, ModelCard
+from transformers import AutoModelForCausalLM
+
+from depthmix.conversion import ConversionError, checkpoint_source, convert, inspect_checkpoint
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def cached(qwen3_source, tmp_path):
+    """A checkpoint as the Hub's cache holds it: `cached(repository)` gives the folder of the snapshot."""
+
+    def cached(repository="models--acme--qwen-tiny", *, shared=False):
+        source = qwen3_source(f"plain-{repository}", shard_size="300KB")
+        (source / "additional_chat_templates").mkdir()
+        (source / "additional_chat_templates" / "tool.jinja").write_text("{{ tools }}")
+        (source / "README.md").write_text("---\nlicense: mit\n---\n")
+        cache = tmp_path / "cache"
+        snapshot = cache / repository / "snapshots" / COMMIT
+        (cache / repository / "blobs").mkdir(parents=True)
+        for number, path in enumerate(sorted(path for path in source.rglob("*") if path.is_file())):
+            blob = cache / repository / "blobs" / f"blob{number}"
+            shutil.copy(path, blob)
+            if shared:
+                store = cache / "blobs" / "ab" / f"ab{number}"
+                store.parent.mkdir(parents=True, exist_ok=True)
+                blob.rename(store)
+                blob.symlink_to(store)
+                (cache / "blobs" / ".huggingface-shared-blobs").write_text("1\n")
+            link = snapshot / path.relative_to(source)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(blob)
+        return snapshot
+
+    return cached
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_links_into_the_blobs_are_followed(shared, cached, tmp_path, token_ids):
+    snapshot = cached(shared=shared)
+    report = convert(snapshot, tmp_path / "converted", depth_stride=0, progress=False)
+    assert not any(path.is_symlink() for path in (tmp_path / "converted").rglob("*"))
+    assert "additional_chat_templates/tool.jinja" in report.files
+    card = ModelCard.load(tmp_path / "converted" / "README.md")
+    assert (card.data.base_model, card.data.license) == ("acme/qwen-tiny", "mit")
+    ids = token_ids(1, 9)
+    vanilla, converted = (AutoModelForCausalLM.from_pretrained(path) for path in (snapshot, tmp_path / "converted"))
+    assert vanilla(ids).logits.equal(converted(ids).logits)
+
+
+def test_links_into_the_blobs_of_another_repository_are_not(cached, tmp_path):
+    snapshot, other = cached(), cached("models--acme--private")
+    (snapshot / "config.json").unlink()
+    (snapshot / "config.json").symlink_to((other / "config.json").resolve())
+    with pytest.raises(ConversionError, match="leads out of the checkpoint folder"):
+        convert(snapshot, tmp_path / "converted", progress=False)
+
+
+def test_a_hub_id_is_downloaded_without_code_and_pickles(cached, tmp_path, monkeypatch):
+    calls = []
+
+    def snapshot_download(repo_id, **kwargs):
+        calls.append((repo_id, kwargs))
+        return str(cached())
+
+    monkeypatch.setattr(checkpoint_source, "snapshot_download", snapshot_download)
+    report = convert("acme/qwen-tiny", tmp_path / "converted", revision="v2", token="secret", progress=False)
+    ((repo_id, kwargs),) = calls
+    assert (repo_id, kwargs["revision"], kwargs["token"]) == ("acme/qwen-tiny", "v2", "secret")
+    assert {"config.json", "model*.safetensors", "tokenizer.json"} < set(kwargs["allow_patterns"])
+    assert not any(pattern.endswith((".py", ".bin", ".pt", "*")) for pattern in kwargs["allow_patterns"])
+    assert report.source == "acme/qwen-tiny"
+    text = (tmp_path / "converted" / "README.md").read_text()
+    assert "base_model: acme/qwen-tiny" in text and "secret" not in text
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("acme/qwen-tiny", "There is no local folder acme/qwen-tiny, and the Hub did not deliver"),
+        ("./acme/qwen-tiny", "There is no folder acme/qwen-tiny"),
+        ("/acme/qwen-tiny", "There is no folder /acme/qwen-tiny"),
+        ("../qwen-tiny", "There is no folder ../qwen-tiny"),
+        ("a/b/c", "There is no folder a/b/c"),
+        ("~/qwen-tiny-nowhere", "There is no folder .*/qwen-tiny-nowhere"),
+    ],
+)
+def test_sources_that_do_not_exist(source, message, tmp_path):
+    for call in (lambda: inspect_checkpoint(source), lambda: convert(source, tmp_path / "converted", progress=False)):
+        with pytest.raises(ConversionError, match=message):
+            call()
+
+
+class TestPush:
+    @pytest.fixture
+    def hub(self, monkeypatch, tmp_path):
+        """Stands in for the Hub; `hub["error"]` makes uploads fail."""
+        hub = {"calls": [], "error": None}
+
+        def create_repo(self, repo_id, exist_ok):
+            hub["calls"].append(("create", repo_id, exist_ok, self.token))
+            return f"https://hub/{repo_id}"
+
+        def upload_folder(self, *, repo_id, folder_path, commit_message, delete_patterns):
+            if hub["error"]:
+                raise hub["error"]
+            hub["calls"].append(("upload", repo_id, sorted(path.name for path in folder_path.iterdir())))
+            hub["delete_patterns"] = delete_patterns
+
+        monkeypatch.setattr(HfApi, "create_repo", create_repo)
+        monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
+        return hub
+
+    def test_uploads_the_finished_folder(self, hub, qwen3_source, tmp_path):
+        report = convert(
+            qwen3_source(), tmp_path / "converted", push_to_hub="acme/depth", token="secret", progress=False
+        )
+        create, (_, repo_id, files) = hub["calls"]
+        assert create == ("create", "acme/depth", True, "secret")
+        assert (repo_id, files) == ("acme/depth", report.files)
+        assert {"README.md", "config.json", "model.safetensors", "modeling_depth_qwen3.py"} <= set(files)
+        # what an earlier upload with other shards left there
+        assert hub["delete_patterns"] == ["*.safetensors", "model.safetensors.index.json"]
+        assert report.pushed_to == "https://hub/acme/depth" and "https://hub/acme/depth" in str(report)
+
+    def test_not_in_a_dry_run(self, hub, qwen3_source, tmp_path):
+        convert(qwen3_source(), tmp_path / "converted", push_to_hub="acme/depth", dry_run=True)
+        assert hub["calls"] == []
+
+    def test_a_failure_says_that_the_conversion_is_there(self, hub, qwen3_source, tmp_path):
+        hub["error"] = ConnectionError("no network")
+        with pytest.raises(
+            ConversionError, match=r"complete in .*converted, but pushing to acme/depth failed: no net"
+        ):
+            convert(qwen3_source(), tmp_path / "converted", push_to_hub="acme/depth", progress=False)
+        assert json.loads((tmp_path / "converted" / "config.json").read_text())["model_type"] == "depth_qwen3"
