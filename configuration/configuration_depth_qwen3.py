@@ -35,7 +35,8 @@ class DepthQwen3Config(Qwen3Config):
             Whether the model returns the weights of the mixing by default.
 
     Raises:
-        `ValueError`: for a value that is out of range; the message names the field, the value and the rule.
+        `huggingface_hub.errors.StrictDataclassError`: for a value of the wrong type or out of range; the message names
+            the field, the value and the rule. (`ValueError` from the model, for one that was set later.)
 
     ```python
     >>> from depthmix import DepthQwen3Config
@@ -59,9 +60,12 @@ class DepthQwen3Config(Qwen3Config):
     def __post_init__(self, **kwargs):
         # reading a vanilla checkpoint into this class must not leave "qwen3" on the instance
         kwargs.pop("model_type", None)
+        self._resolve_depth_stride()
+        super().__post_init__(**kwargs)
+
+    def _resolve_depth_stride(self):
         if self.depth_stride is None:
             self.depth_stride = max(1, self.num_hidden_layers // 2)
-        super().__post_init__(**kwargs)
 
     def validate_depth_mixing(self):
         """Part of the `@strict` validation, which runs on construction and before saving."""
@@ -86,6 +90,9 @@ class DepthQwen3Config(Qwen3Config):
     @property
     def depth_sources(self) -> tuple[tuple[int, ...], ...]:
         """For each layer, the indices of the layers whose keys and values it mixes in, ascending."""
+        # fields may have changed since, without validation: `from_pretrained(path, depth_stride=...)` sets them late
+        self._resolve_depth_stride()
+        self.validate_depth_mixing()
         if self.depth_stride == 0:
             return ((),) * self.num_hidden_layers
         return tuple(

@@ -15,6 +15,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from transformers.utils import CONFIG_NAME
+
 
 BUNDLED_FOLDERS = ("configuration", "modeling", "kernels")
 _ACROSS_FOLDERS = re.compile(rf"^(\s*)from depthmix\.(?:{'|'.join(BUNDLED_FOLDERS)})\.(\w+) import ", re.MULTILINE)
@@ -53,23 +55,26 @@ def write_remote_code(directory: str | Path, auto_map: dict[str, str]) -> list[s
 
 def ship_remote_code(config_class: type, auto_map: dict[str, str]) -> None:
     """
-    Makes every save of a configuration write `auto_map` and the code beside it.
+    Makes every save of a configuration as `config.json` write `auto_map` and the code beside it.
 
     The hook sits where all saves pass: `save_pretrained` and `push_to_hub` of configurations and models, the Trainer,
     a merged PEFT model and consolidated distributed checkpoints write the configuration through `to_json_file`. It is
-    installed from here, so the code that is saved does not contain it.
+    installed from here, so the code that is saved does not contain it. A subclass with a `model_type` of its own is
+    left alone, since this code would load it as something else.
     """
     original = config_class.to_json_file
-    if hasattr(original, "ships_remote_code"):
+    if getattr(original, "ships_remote_code", None) is config_class:
         return
 
     @functools.wraps(original)
     def to_json_file(self, json_file_path, use_diff: bool = True):
-        self.auto_map = dict(auto_map)
-        write_remote_code(Path(json_file_path).parent, auto_map)
+        path = Path(json_file_path)
+        if path.name == CONFIG_NAME and type(self).model_type == config_class.model_type:
+            write_remote_code(path.parent, auto_map)
+            self.auto_map = dict(auto_map)
         return original(self, json_file_path, use_diff=use_diff)
 
-    to_json_file.ships_remote_code = True
+    to_json_file.ships_remote_code = config_class
     config_class.to_json_file = to_json_file
 
 

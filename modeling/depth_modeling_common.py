@@ -42,9 +42,13 @@ def accepts_both_cache_names(forward: Callable) -> Callable:
     def wrapper(self, *args, **kwargs):
         cache = kwargs.pop(other_name, None)
         if cache is not None:
-            if kwargs.get(own_name) not in (None, cache):
+            if other_name == "cache" != HOST_CACHE_NAME and not isinstance(cache, Cache):
+                # before 5.24, continuous batching hands its cache to the attention function, among the keywords
+                kwargs[other_name] = cache
+            elif kwargs.get(own_name) not in (None, cache):
                 raise ValueError("`cache` and `past_key_values` are two names of one argument: give only one of them.")
-            kwargs[own_name] = cache
+            else:
+                kwargs[own_name] = cache
         return forward(self, *args, **kwargs)
 
     wrapper.__signature__ = signature.replace(
@@ -87,7 +91,7 @@ class DepthCausalLMForward:
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        cache: Cache | None = None,
+        past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
@@ -100,7 +104,7 @@ class DepthCausalLMForward:
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
-            **{HOST_CACHE_NAME: cache},
+            **{HOST_CACHE_NAME: past_key_values},
             **kwargs,
         )
         logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))

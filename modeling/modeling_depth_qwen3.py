@@ -57,7 +57,7 @@ class DepthQwen3Attention(Qwen3Attention):
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None,
-        cache: Cache | None = None,
+        past_key_values: Cache | None = None,
         source_keys: Sequence[torch.Tensor] = (),
         source_values: Sequence[torch.Tensor] = (),
         output_depth_weights: bool = False,
@@ -87,8 +87,8 @@ class DepthQwen3Attention(Qwen3Attention):
         depth_weights = depth_value_weights(query, depth_keys, scaling=self.scaling) if output_depth_weights else None
 
         keys, values = key, value
-        if cache is not None:
-            keys, values = cache.update(key, value, self.layer_idx, kwargs=kwargs)
+        if past_key_values is not None:
+            keys, values = past_key_values.update(key, value, self.layer_idx, kwargs=kwargs)
 
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         attn_output, attn_weights = attention(
@@ -161,7 +161,7 @@ class DepthQwen3DecoderLayer(Qwen3DecoderLayer):
         *sources: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        cache: Cache | None = None,
+        past_key_values: Cache | None = None,
         use_cache: bool | None = False,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         **kwargs,
@@ -171,7 +171,7 @@ class DepthQwen3DecoderLayer(Qwen3DecoderLayer):
             hidden_states=self.input_layernorm(hidden_states),
             attention_mask=attention_mask,
             position_ids=position_ids,
-            cache=cache,
+            past_key_values=past_key_values,
             use_cache=use_cache,
             position_embeddings=position_embeddings,
             source_keys=sources[0::2],
@@ -180,10 +180,15 @@ class DepthQwen3DecoderLayer(Qwen3DecoderLayer):
         )
         hidden_states = residual + hidden_states
         hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
-        return (hidden_states, key, value) if self.is_depth_source else hidden_states
+        if not self.is_depth_source:
+            return hidden_states
+        # an unmixed value is a view of the projection's output, and FSDP2 warns of modules that return views
+        return hidden_states, key, value if self.depth_sources else value.clone()
 
 
 class DepthQwen3PreTrainedModel(Qwen3PreTrainedModel):
+    """What all models here share: their configuration, what they support, and which outputs they record."""
+
     config: DepthQwen3Config
     config_class = DepthQwen3Config
     _no_split_modules = ["DepthQwen3DecoderLayer"]
@@ -203,6 +208,12 @@ class DepthQwen3Model(DepthQwen3PreTrainedModel, Qwen3Model):
     """
 
     def __init__(self, config: DepthQwen3Config):
+        # the host library splits layers into stages without asking for a plan
+        if getattr(getattr(config, "distributed_config", None), "pp_size", 1) > 1 and any(config.depth_sources):
+            raise ValueError(
+                "Pipeline parallelism is not supported with depth mixing: a stage would need the keys and values of "
+                "earlier stages' layers besides the hidden states."
+            )
         # not Qwen3Model's, which would build and initialise stock layers first
         super(Qwen3Model, self).__init__(config)
         self.padding_idx = config.pad_token_id
@@ -222,7 +233,7 @@ class DepthQwen3Model(DepthQwen3PreTrainedModel, Qwen3Model):
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        cache: Cache | None = None,
+        past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
         output_depth_weights: bool | None = None,
@@ -239,7 +250,7 @@ class DepthQwen3Model(DepthQwen3PreTrainedModel, Qwen3Model):
             output_depth_weights=output_depth_weights,
             depth_state={},
             return_dict=True,
-            **{HOST_CACHE_NAME: cache},
+            **{HOST_CACHE_NAME: past_key_values},
             **kwargs,
         )
         return DepthModelOutputWithPast(**outputs)

@@ -1,0 +1,156 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""Saved models where depthmix is not installed, and what is saved there where it is."""
+
+import os
+import shutil
+import sys
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+
+REPOSITORY = "some-org/depth-qwen3-1.0"
+
+
+def causal_results(model, ids) -> dict:
+    greedy = {"max_new_tokens": 8, "do_sample": False, "min_new_tokens": 8}
+    with torch.no_grad():
+        return {
+            "logits": model(ids).logits,
+            "cached": model.generate(ids, use_cache=True, **greedy),
+            "uncached": model.generate(ids, use_cache=False, **greedy),
+        }
+
+
+def assert_same(results, expected):
+    assert results.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(results[name], tensor), name
+    assert torch.equal(results["cached"], results["uncached"])
+
+
+def read(folder) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def load_and_resave(causal, classifier, ids, resaved):
+    refusals = []
+    for flag in ({}, {"trust_remote_code": False}):
+        for auto_class in (AutoConfig, AutoModelForCausalLM):
+            with pytest.raises(ValueError) as refusal:
+                auto_class.from_pretrained(causal, **flag)
+            refusals.append(str(refusal.value))
+    config = AutoConfig.from_pretrained(causal, trust_remote_code=True)
+    model = AutoModelForCausalLM.from_pretrained(causal, trust_remote_code=True)
+    base = AutoModel.from_pretrained(causal, trust_remote_code=True)
+    classifier = AutoModelForSequenceClassification.from_pretrained(classifier, trust_remote_code=True)
+    assert [type(loaded).__name__ for loaded in (config, model, base, classifier)] == [
+        "DepthQwen3Config",
+        "DepthQwen3ForCausalLM",
+        "DepthQwen3Model",
+        "DepthQwen3ForSequenceClassification",
+    ]
+    assert config.depth_sources == ((), (0,), (0,), (0, 2))
+    with torch.no_grad():
+        hidden, scores = base(ids).last_hidden_state, classifier(ids).logits
+
+    model.save_pretrained(resaved[0])
+    AutoModelForCausalLM.from_pretrained(resaved[0], trust_remote_code=True).save_pretrained(resaved[1])
+    # the stock names still mean the stock classes
+    stock = AutoModelForCausalLM.from_config(Qwen3Config(num_hidden_layers=1, hidden_size=32, vocab_size=97))
+    assert type(stock) is Qwen3ForCausalLM
+    return {"refusals": refusals, "hidden": hidden, "scores": scores, "causal": causal_results(model, ids)}
+
+
+def test_load_without_package(clean_python, build, token_ids, assert_awake, assert_complete, tmp_path):
+    from depthmix import DepthQwen3ForCausalLM, DepthQwen3ForSequenceClassification
+
+    model = build()
+    classifier = build(model_class=DepthQwen3ForSequenceClassification, num_labels=3)
+    assert_awake(model)
+    saved, resaved = tmp_path / "saved", [tmp_path / "resaved", tmp_path / "resaved-again"]
+    model.save_pretrained(saved)
+    classifier.save_pretrained(tmp_path / "classifier")
+    ids = token_ids(2, 9)
+
+    results = clean_python(load_and_resave, str(saved), str(tmp_path / "classifier"), ids, [str(f) for f in resaved])
+
+    expected = causal_results(model, ids)
+    assert_same(results["causal"], expected)
+    with torch.no_grad():
+        assert torch.equal(results["hidden"], model.model(ids).last_hidden_state)
+        assert torch.equal(results["scores"], classifier(ids).logits)
+    for refusal in results["refusals"]:
+        assert "trust_remote_code=True" in refusal
+
+    assert read(resaved[0]) == read(resaved[1])
+    for name, content in read(saved).items():
+        if name.endswith(".py"):
+            assert (resaved[0] / name).read_bytes() == content
+    for folder in resaved:
+        assert_complete(folder)
+        # where the package is, its classes come first, and what they save is complete again
+        for flag in ({}, {"trust_remote_code": True}, {"trust_remote_code": False}):
+            loaded = AutoModelForCausalLM.from_pretrained(folder, **flag)
+            assert type(loaded) is DepthQwen3ForCausalLM
+            assert_same(causal_results(loaded, ids), expected)
+        loaded.save_pretrained(tmp_path / "from-package")
+        assert_complete(tmp_path / "from-package")
+
+
+def load_from_folders(folders, ids, resaved):
+    assert sys.modules["triton"] is None
+    results = []
+    for folder in folders:
+        os.chdir(folder)
+        for name in (folder, "."):
+            model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True)
+            results.append(causal_results(model, ids))
+    model = AutoModelForCausalLM.from_pretrained(REPOSITORY, trust_remote_code=True)
+    results.append(causal_results(model, ids))
+    AutoConfig.from_pretrained(REPOSITORY, trust_remote_code=True)
+    AutoModel.from_pretrained(REPOSITORY, trust_remote_code=True)
+    model.save_pretrained(resaved)
+    return results
+
+
+def test_unusual_folders_without_triton(clean_python, build, token_ids, assert_awake, assert_complete, tmp_path):
+    model = build()
+    assert_awake(model)
+    folders = [tmp_path / name for name in ("v1.0", "depth-qwen3-0.6b.final", "1-step", "class", "with space")]
+    for folder in folders:
+        model.save_pretrained(folder)
+    write_hub_cache(clean_python.cache, folders[0])
+    ids = token_ids(2, 9)
+
+    arguments = [str(folder) for folder in folders], ids, str(tmp_path / "resaved")
+    results = clean_python(load_from_folders, *arguments, blocked=["triton"])
+
+    for result in results:
+        assert_same(result, causal_results(model, ids))
+    assert len(results) == 11
+    # from the Hub's cache, the saved `auto_map` must not point back at the repository
+    assert_complete(tmp_path / "resaved")
+    AutoModelForCausalLM.from_pretrained(REPOSITORY, cache_dir=clean_python.cache).save_pretrained(tmp_path / "again")
+    assert_complete(tmp_path / "again")
+
+
+def write_hub_cache(cache, folder):
+    """The layout that huggingface_hub leaves after a download: links into a folder of blobs."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = cache / f"models--{REPOSITORY.replace('/', '--')}"
+    snapshot, blobs = repository / "snapshots" / commit, repository / "blobs"
+    for created in (snapshot, blobs, repository / "refs"):
+        created.mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    for i, file in enumerate(sorted(folder.iterdir())):
+        shutil.copyfile(file, blobs / f"{i:040}")
+        (snapshot / file.name).symlink_to(f"../../blobs/{i:040}")

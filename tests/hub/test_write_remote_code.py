@@ -1,0 +1,222 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""The code that is saved, the hook that saves it, and `python -m depthmix.hub`."""
+
+import difflib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers.dynamic_module_utils import get_relative_import_files
+
+import depthmix.hub
+from depthmix import DepthQwen3Config, DepthQwen3ForCausalLM, DepthQwen3Model
+from depthmix.auto import AUTO_MAPS
+from depthmix.hub import collect_remote_code, ship_remote_code, write_remote_code
+
+
+@pytest.fixture(params=AUTO_MAPS)
+def auto_map(request):
+    return AUTO_MAPS[request.param]
+
+
+def test_files_written_are_those_that_transformers_looks_for(auto_map, tmp_path):
+    written = write_remote_code(tmp_path, auto_map)
+
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted(written)
+    # the model's file reaches all others, since transformers copies what it reaches when it saves a model
+    entry = f"{auto_map['AutoModelForCausalLM'].split('.')[0]}.py"
+    reached = {Path(file).name for file in get_relative_import_files(tmp_path / entry)}
+    assert reached | {entry} == set(written)
+    assert "__init__.py" not in written
+
+
+def test_only_import_statements_differ_from_the_package(auto_map):
+    for name, code in collect_remote_code(auto_map).items():
+        source = depthmix.hub._module_path(name.removesuffix(".py")).read_text(encoding="utf-8")
+        assert code.startswith("# Copyright")
+        assert len(code.splitlines()) == len(source.splitlines())
+        changes = [line for line in difflib.ndiff(source.splitlines(), code.splitlines()) if line[0] in "+-"]
+        assert all(line[2:].strip().startswith(("from depthmix.", "from .")) for line in changes), changes
+
+
+@pytest.fixture
+def collect_source(monkeypatch, tmp_path):
+    """`collect_source(text, **others)` collects a module of that text that stands for one of the package."""
+
+    def collect_source(text, **others):
+        for name, code in {"entry": text, **others}.items():
+            (tmp_path / f"{name}.py").write_text(code)
+        monkeypatch.setattr(depthmix.hub, "_module_path", lambda name: tmp_path / f"{name}.py")
+        return collect_remote_code({"AutoModel": "entry.Model"})
+
+    return collect_source
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import depthmix",
+        "import depthmix.kernels.operation as operation",
+        "from depthmix import DepthQwen3Config",
+        "from depthmix.kernels import operation",
+        "from depthmix.hub import write_remote_code",
+        "from depthmix.conversion.convert import convert",
+        "from ..kernels.operation import operation",
+        "from . import operation",
+        "from .. import kernels",
+        "from .folder.operation import operation",
+        "try:\n    import depthmix\nexcept ImportError:\n    pass",
+        "def late():\n    from depthmix.auto import AUTO_MAPS",
+    ],
+)
+def test_imports_that_cannot_be_flat_are_refused(collect_source, tmp_path, statement):
+    offending = next(line for line in statement.splitlines() if "import " in line and "def" not in line).strip()
+    with pytest.raises(ImportError) as refusal:
+        collect_source(f'"""Text."""\n\nimport torch\n\n{statement}\n')
+    assert "entry.py" in str(refusal.value)
+    assert f"`{offending}`" in str(refusal.value)
+
+
+def test_imports_across_folders_become_flat(collect_source):
+    files = collect_source(
+        '"""The text may speak of depthmix, and show `from depthmix import x`.\n\n>>> import depthmix\n"""\n'
+        "from depthmix.kernels.operation import (\n    first,\n    second,\n)\n"
+        "from .sibling import third as fourth\n\n\n"
+        "def late():\n    from depthmix.modeling.operation import first\n",
+        operation="import torch\n",
+        sibling="from depthmix.configuration.leaf import x\n",
+        leaf="from .sibling import circle\n",
+    )
+    assert list(files) == ["entry.py", "leaf.py", "operation.py", "sibling.py"]
+    assert (
+        "from .operation import (\n    first,\n    second,\n)\nfrom .sibling import third as fourth"
+        in files["entry.py"]
+    )
+    assert "\n    from .operation import first\n" in files["entry.py"]
+    assert files["sibling.py"] == "from .leaf import x\n"
+
+
+def test_missing_module_is_named():
+    with pytest.raises(ImportError, match="no_such_module"):
+        collect_remote_code({"AutoModel": "no_such_module.Model"})
+
+
+def test_nothing_is_written_when_a_module_is_refused(monkeypatch, tmp_path):
+    auto_map = AUTO_MAPS["depth_qwen3"] | {"AutoModelForMaskedLM": "no_such_module.Model"}
+    with pytest.raises(ImportError):
+        write_remote_code(tmp_path, auto_map)
+    assert not list(tmp_path.iterdir())
+
+
+def test_configuration_saved_alone(tiny, assert_complete, tmp_path):
+    config = DepthQwen3Config(**tiny)
+    config.save_pretrained(tmp_path / "saved")
+    assert_complete(tmp_path / "saved", weights=False)
+    (tmp_path / "written").mkdir()
+    config.to_json_file(tmp_path / "written" / "config.json")
+    assert_complete(tmp_path / "written", weights=False)
+    assert (tmp_path / "written/config.json").read_bytes() == (tmp_path / "saved/config.json").read_bytes()
+
+
+def test_configuration_under_another_name_comes_alone(tiny, tmp_path):
+    DepthQwen3Config(**tiny).to_json_file(tmp_path / "fields.json")
+    assert [file.name for file in tmp_path.iterdir()] == ["fields.json"]
+    assert "auto_map" not in json.loads((tmp_path / "fields.json").read_text())
+
+
+def test_saving_into_a_missing_folder_leaves_nothing(tiny, tmp_path):
+    with pytest.raises(FileNotFoundError, match="missing"):
+        DepthQwen3Config(**tiny).to_json_file(tmp_path / "missing" / "config.json")
+    assert not list(tmp_path.iterdir())
+
+
+def test_refused_code_leaves_no_configuration_that_names_it(monkeypatch, tiny, tmp_path):
+    monkeypatch.setattr(depthmix.hub, "_module_path", mock_missing_module)
+    with pytest.raises(ImportError):
+        DepthQwen3Config(**tiny).save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def mock_missing_module(name):
+    raise ImportError(name)
+
+
+class OtherTypeConfig(DepthQwen3Config):
+    model_type = "depth_qwen3_of_a_user"
+
+
+class OtherDefaultsConfig(DepthQwen3Config):
+    pass
+
+
+def test_subclasses_of_the_configuration(tiny, assert_complete, tmp_path):
+    # under the same model type, it is the package's configuration for whoever loads it
+    OtherDefaultsConfig(**tiny).save_pretrained(tmp_path / "same-type")
+    assert_complete(tmp_path / "same-type", weights=False)
+    # under another one, the package's code would silently be the wrong code
+    OtherTypeConfig(**tiny).save_pretrained(tmp_path / "other-type")
+    assert [file.name for file in (tmp_path / "other-type").iterdir()] == ["config.json"]
+    assert "auto_map" not in json.loads((tmp_path / "other-type/config.json").read_text())
+
+
+def test_a_family_whose_configuration_derives_from_another(tiny, tmp_path):
+    class DerivedConfig(DepthQwen3Config):
+        model_type = "derived"
+
+    auto_map = {"AutoConfig": "configuration_depth_qwen3.DepthQwen3Config"}
+    for _ in range(2):
+        ship_remote_code(DerivedConfig, auto_map)
+    DerivedConfig(**tiny).save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == auto_map
+    assert [file.name for file in tmp_path.glob("*.py")] == ["configuration_depth_qwen3.py"]
+
+
+def test_classes_registered_by_the_user(monkeypatch, build, assert_complete, tmp_path):
+    build().save_pretrained(tmp_path / "plain")
+    for registered in (DepthQwen3Config, DepthQwen3Model, DepthQwen3ForCausalLM):
+        monkeypatch.setattr(registered, "_auto_class", None)
+        registered.register_for_auto_class()
+    # transformers copies the package's own file, and maps AutoModel to the class with a head
+    build().save_pretrained(tmp_path / "registered")
+    assert_complete(tmp_path / "registered")
+    for file in (tmp_path / "plain").iterdir():
+        assert (tmp_path / "registered" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_command_adds_code(build, assert_complete, tmp_path):
+    model = build()
+    model.save_pretrained(tmp_path)
+    saved = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    for file in tmp_path.glob("*.py"):
+        file.unlink()
+    config = json.loads(saved["config.json"])
+    del config["auto_map"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    run = subprocess.run([sys.executable, "-m", "depthmix.hub", tmp_path], capture_output=True, text=True, check=True)
+
+    assert run.stdout.split() == sorted(name for name in saved if name.endswith(".py"))
+    assert_complete(tmp_path)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == saved
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (None, "no config.json"),
+        ({"model_type": "qwen3"}, "model_type is 'qwen3', must be one of depth_qwen3"),
+        ({}, "model_type is None"),
+    ],
+)
+def test_command_refuses(monkeypatch, tmp_path, config, message):
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    monkeypatch.setattr(sys, "argv", ["depthmix.hub", str(tmp_path)])
+    with pytest.raises(SystemExit) as refusal:
+        depthmix.hub.main()
+    assert str(tmp_path) in refusal.value.code
+    assert message in refusal.value.code
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before

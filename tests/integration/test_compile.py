@@ -1,0 +1,141 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""Whole-model compilation and export; `aot_eager` traces everything and generates no code, so it is quick."""
+
+import os
+import shutil
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import StaticCache
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def counting():
+    return CompileCounterWithBackend("aot_eager")
+
+
+def assert_close(actual, expected, tolerance=2e-5):
+    assert (actual - expected).abs().max() <= tolerance
+
+
+def test_inference(family, build_awake, token_ids, logits_of, counting):
+    model = build_awake(family)
+    compiled = torch.compile(model, fullgraph=True, backend=counting)
+    for seed in (1, 2):
+        ids = token_ids(2, 12, seed=seed)
+        assert_close(logits_of(compiled, ids, use_cache=False), logits_of(model, ids, use_cache=False))
+    assert counting.frame_count == 1
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+def test_training_step(
+    family,
+    checkpointing,
+    build_awake,
+    token_ids,
+    gradients,
+    assert_same_gradients,
+    enable_checkpointing,
+    counting,
+):
+    model = build_awake(family, depth_stride=1, num_hidden_layers=3).train()
+    ids = token_ids(2, 12)
+    expected = gradients(model, ids, use_cache=False)
+    if checkpointing:
+        enable_checkpointing(model, use_reentrant=False)
+    model.compile(fullgraph=True, backend=counting)
+    assert_same_gradients(gradients(model, ids, use_cache=False), expected, tolerance=1e-4)
+    assert counting.frame_count == 1
+
+
+@pytest.mark.slow
+def test_lengths_share_a_graph(family, build_awake, token_ids, logits_of, counting):
+    model = build_awake(family, depth_stride=1, num_hidden_layers=3)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counting)
+    graphs = set()
+    for length in (12, 7, 33, 20):
+        ids = token_ids(2, length)
+        assert_close(logits_of(compiled, ids, use_cache=False), logits_of(model, ids, use_cache=False))
+        graphs.add(counting.frame_count)
+    assert len(graphs) == 1
+
+
+def test_static_cache_decoding(family, build_awake, token_ids, logits_of, counting):
+    model = build_awake(family)
+    compiled = torch.compile(model.forward, fullgraph=True, backend=counting)
+
+    @torch.no_grad()
+    def decode(prompt_length, steps=6):
+        ids = token_ids(1, prompt_length + steps, seed=prompt_length)
+        expected = logits_of(model, ids, use_cache=False)
+        cache = StaticCache(model.config, max_cache_len=64)
+        model(ids[:, :prompt_length], past_key_values=cache)
+        graphs = []
+        for i in range(prompt_length, prompt_length + steps):
+            token, position = ids[0, i].view(1, 1), torch.tensor([[i]])
+            logits = compiled(token, position_ids=position, past_key_values=cache, use_cache=True).logits
+            assert_close(logits[:, 0], expected[:, i])
+            graphs.append(counting.frame_count)
+        return graphs
+
+    graphs = decode(5)
+    assert graphs[1] == graphs[-1]
+    assert decode(9)[-1] == graphs[-1]
+
+
+def test_generate_with_a_static_cache(family, build_awake, token_ids):
+    model = build_awake(family)
+    for prompt_length in (5, 9):
+        ids = token_ids(2, prompt_length)
+        expected = model.generate(ids, max_new_tokens=16, do_sample=False)
+        tokens = model.generate(
+            ids, max_new_tokens=16, do_sample=False, cache_implementation="static", disable_compile=True
+        )
+        assert torch.equal(tokens, expected)
+
+
+def test_depth_weights(build_awake, token_ids, counting, family):
+    model = build_awake(family, depth_stride=1)
+    ids = token_ids(2, 12)
+    compiled = torch.compile(model, fullgraph=True, backend=counting)
+    with torch.no_grad():
+        # the host library's recorders install themselves in the first call, which therefore cannot be compiled
+        expected = model(ids, use_cache=False, output_depth_weights=True).depth_weights
+        actual = compiled(ids, use_cache=False, output_depth_weights=True).depth_weights
+    assert [weights.shape[-1] for weights in actual] == [1, 2, 3, 4]
+    for weights, own in zip(actual, expected, strict=True):
+        assert_close(weights, own)
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["non_strict", "strict"])
+def test_export(family, strict, build_awake, token_ids, logits_of):
+    model = build_awake(family, depth_stride=1)
+    length = torch.export.Dim("length", min=2, max=64)
+    program = torch.export.export(
+        model,
+        (),
+        {"input_ids": token_ids(2, 12), "use_cache": False},
+        dynamic_shapes={"input_ids": {1: length}, "use_cache": None},
+        strict=strict,
+    )
+    for length in (12, 7):
+        ids = token_ids(2, length)
+        assert_close(program.module()(input_ids=ids, use_cache=False).logits, logits_of(model, ids))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="inductor needs a C++ compiler on CPU")
+def test_inductor(family, build_awake, token_ids, gradients, assert_same_gradients):
+    model = build_awake(family, depth_stride=1, num_hidden_layers=2).train()
+    ids = token_ids(2, 12)
+    expected = gradients(model, ids, use_cache=False)
+    model.compile(fullgraph=True)
+    assert_same_gradients(gradients(model, ids, use_cache=False), expected, tolerance=1e-4)

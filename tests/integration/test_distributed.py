@@ -1,0 +1,74 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""Two processes over gloo; starting them is what takes the time, so one start serves all checks of a family."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+WORKER = Path(__file__).with_name("two_process_worker.py")
+PATTERNS = {"default": {}, "stride_1": {"depth_stride": 1}}
+
+
+@pytest.fixture
+def run_two_processes(tmp_path):
+    """`run_two_processes(folders)` gives the results of both ranks."""
+
+    def run_two_processes(folders: dict[str, Path]) -> list[dict]:
+        arguments = [f"{name}={folder}" for name, folder in folders.items()]
+        results = [tmp_path / f"rank{rank}.json" for rank in range(2)]
+        logs = [tmp_path / f"rank{rank}.log" for rank in range(2)]
+        workers = []
+        try:
+            for rank in range(2):
+                with open(logs[rank], "w") as log:
+                    workers.append(
+                        subprocess.Popen(
+                            [sys.executable, WORKER, str(rank), tmp_path / "rendezvous", results[rank], *arguments],
+                            env=os.environ | {"OMP_NUM_THREADS": "1"},
+                            stdout=log,
+                            stderr=subprocess.STDOUT,
+                        )
+                    )
+            codes = [worker.wait(timeout=200) for worker in workers]
+        finally:
+            for worker in workers:
+                worker.kill()
+        assert codes == [0, 0], "\n".join(log.read_text() for log in logs)
+        return [json.loads(path.read_text()) for path in results]
+
+    return run_two_processes
+
+
+def test_two_processes(family, build_awake, tmp_path, run_two_processes):
+    folders = {name: tmp_path / name for name in PATTERNS}
+    for name, fields in PATTERNS.items():
+        # an even vocabulary, since tensor parallelism splits the head
+        build_awake(family, vocab_size=98, **fields).save_pretrained(folders[name])
+
+    for results in run_two_processes(folders):
+        assert [result for result in results.values() if "Traceback" in str(result)] == []
+        for name in PATTERNS:
+            for mode in ("plain", "non_reentrant", "reentrant"):
+                assert results[f"ddp {name} {mode}"] < 1e-12
+                assert results[f"fsdp {name} {mode}"] < 1e-12
+            assert results[f"fsdp_checkpointing_enabled_after_sharding {name}"] < 1e-12
+
+            bf16 = results[f"fsdp_bf16 {name}"]
+            assert bf16["loss_error"] < 1e-2
+            assert bf16["sources"] == bf16["bf16_sources"] > 0
+
+            state = results[f"fsdp_full_state_dict {name}"]
+            assert state["error"] < 1e-12 < state["moved"]
+
+            # half of the model in each process
+            exact = pytest.approx(0, abs=1e-12)
+            assert results[f"tensor_parallel {name}"] == {"logits": exact, "gradients": exact, "held": 0.5}
+            assert results[f"native_fsdp {name}"] == {"saved": exact, "gradients": exact, "held": 0.5}
+
+            assert "Pipeline parallelism is not supported with depth mixing" in results[f"pipeline {name}"]
+        assert [message for message in results["warnings"] if "view" in message] == []

@@ -1,0 +1,142 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""The Trainer: loss under gradient accumulation, checkpoints, resuming, evaluation."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer, TrainingArguments
+
+
+# the first from transformers 5.23 on
+WORDS = ("activation", "gradient")
+CHECKPOINTING = next(f"{word}_checkpointing" for word in WORDS if hasattr(TrainingArguments, f"{word}_checkpointing"))
+
+
+@pytest.fixture
+def rows(token_ids):
+    """`rows(number, labelled)`: a data set whose row `i` has labels on its last `labelled[i]` tokens."""
+
+    def rows(number, labelled=None):
+        ids = token_ids(number, 10)
+        labels = ids.clone()
+        for i, count in enumerate(labelled or []):
+            labels[i, : 10 - count] = -100
+        return [{"input_ids": ids[i], "labels": labels[i]} for i in range(number)]
+
+    return rows
+
+
+@pytest.fixture
+def train(tmp_path):
+    """`train(model, rows, **arguments)` trains with plain SGD and gives the Trainer."""
+
+    def train(model, rows, *, resume_from_checkpoint=None, **arguments):
+        defaults = {
+            "output_dir": str(tmp_path / "run"),
+            "optim": "sgd",
+            "learning_rate": 0.01,
+            "lr_scheduler_type": "constant",
+            "max_grad_norm": 1e9,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+            "use_cpu": True,
+            "dataloader_pin_memory": False,
+        }
+        trainer = Trainer(model=model, args=TrainingArguments(**defaults | arguments), train_dataset=rows)
+        trainer.train(resume_from_checkpoint=resume_from_checkpoint)
+        return trainer
+
+    return train
+
+
+@pytest.mark.parametrize("labelled", [None, (9, 2, 5, 1)], ids=["equal", "unequal"])
+def test_accumulated_batches_have_the_loss_of_one(family, labelled, build_awake, rows, train):
+    logs, models = [], []
+    for size, steps in ((1, 4), (4, 1)):
+        model = build_awake(family, depth_stride=1)
+        trainer = train(
+            model,
+            rows(4, labelled),
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=steps,
+            max_steps=1,
+        )
+        logs.append(trainer.state.log_history[0])
+        models.append(model)
+    accumulated, at_once = logs
+    assert accumulated["loss"] == pytest.approx(at_once["loss"], rel=1e-3)
+    assert accumulated["grad_norm"] == pytest.approx(at_once["grad_norm"], rel=1e-3)
+    for parameter, expected in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.allclose(parameter, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("initializer_range", [0.02, 0.15], ids=["fresh", "awake"])
+def test_every_parameter_learns(family, initializer_range, build, rows, train):
+    model = build(model_class=family.head, depth_stride=1, initializer_range=initializer_range)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    train(model, rows(4), max_steps=1, learning_rate=1.0)
+    assert [name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])] == []
+
+
+@pytest.mark.parametrize("use_reentrant", [None, False, True], ids=["plain", "non_reentrant", "reentrant"])
+def test_resuming_is_bit_equal(family, use_reentrant, build_awake, rows, train, tmp_path):
+    arguments = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch"}
+    if use_reentrant is not None:
+        arguments |= {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": use_reentrant}}
+    straight = build_awake(family, depth_stride=1)
+    train(straight, rows(16), **arguments)
+
+    middle = tmp_path / "run" / "checkpoint-2"
+    resumed = AutoModelForCausalLM.from_pretrained(middle)
+    assert type(resumed) is family.head
+    assert not torch.equal(resumed.lm_head.weight, straight.lm_head.weight)
+    train(resumed, rows(16), resume_from_checkpoint=str(middle), **arguments, output_dir=str(tmp_path / "resumed"))
+    for parameter, expected in zip(resumed.parameters(), straight.parameters(), strict=True):
+        assert torch.equal(parameter, expected)
+
+
+def test_checkpointing_trains_as_without(family, build_awake, rows, train):
+    models = []
+    for use_reentrant in (None, False, True):
+        arguments = {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": use_reentrant}}
+        model = build_awake(family, depth_stride=1)
+        train(model, rows(16), max_steps=3, **({} if use_reentrant is None else arguments))
+        models.append(model)
+    for expected, *others in zip(*(model.parameters() for model in models), strict=True):
+        for parameter in others:
+            assert torch.allclose(parameter, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("output_depth_weights", [False, True])
+def test_evaluate_and_predict(family, output_depth_weights, build_awake, rows, tmp_path):
+    model = build_awake(family, output_depth_weights=output_depth_weights)
+    assert model.config.use_cache
+    data = rows(6)
+    arguments = TrainingArguments(
+        str(tmp_path), per_device_eval_batch_size=4, report_to="none", disable_tqdm=True, use_cpu=True
+    )
+    trainer = Trainer(model=model, args=arguments, eval_dataset=data)
+    ids = torch.stack([row["input_ids"] for row in data])
+    with torch.no_grad():
+        # the mean over batches, weighted by their rows
+        expected = model(ids, labels=ids)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected.loss.item(), rel=1e-5)
+    predictions = trainer.predict(data).predictions
+    if output_depth_weights:
+        predictions, depth_weights = predictions
+        for weights, own in zip(depth_weights, expected.depth_weights, strict=True):
+            assert np.abs(weights - own.numpy()).max() <= 2e-5
+    assert isinstance(predictions, np.ndarray)
+    assert np.abs(predictions - expected.logits.numpy()).max() <= 2e-5
+
+
+def test_sequence_classification(family, build_awake, rows, train, tmp_path):
+    build_awake(family).save_pretrained(tmp_path / "model")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model", num_labels=3)
+    data = [row | {"labels": torch.tensor(i % 3)} for i, row in enumerate(rows(6))]
+    trainer = train(model, data, max_steps=20, learning_rate=0.05, per_device_train_batch_size=6)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < 0.5 * losses[0]
+    assert trainer.predict(data).predictions.shape == (6, 3)

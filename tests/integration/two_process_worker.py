@@ -1,0 +1,221 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""
+One of the two processes of test_distributed.py: runs every check and writes what each of them measured.
+
+Usage: two_process_worker.py RANK RENDEZVOUS_FILE RESULTS.json NAME=MODEL_FOLDER [NAME=MODEL_FOLDER ...]
+"""
+
+import copy
+import json
+import sys
+import traceback
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+from transformers.utils import logging
+
+import depthmix  # noqa: F401 registers the model classes
+
+
+WORLD_SIZE = 2
+CHECKPOINTING = {"plain": None, "non_reentrant": {"use_reentrant": False}, "reentrant": {"use_reentrant": True}}
+
+
+def load(folder: str, **kwargs):
+    return AutoModelForCausalLM.from_pretrained(folder, **kwargs).train()
+
+
+def loss_of(model, ids):
+    return model(input_ids=ids, labels=ids).loss
+
+
+def own_half(ids):
+    return ids.chunk(WORLD_SIZE)[dist.get_rank()]
+
+
+def enable_checkpointing(model, mode):
+    if CHECKPOINTING[mode] is None:
+        return
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(CHECKPOINTING[mode])
+    else:
+        model.gradient_checkpointing_enable(CHECKPOINTING[mode])
+
+
+def shard(model, **kwargs):
+    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, **kwargs)
+    return fully_shard(model, mesh=mesh, **kwargs)
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def gradient_error(model, plain, ids) -> float:
+    """Largest error of a parameter's gradient, relative to its norm; the plain model has seen the whole batch."""
+    plain.zero_grad()
+    loss_of(plain, ids).backward()
+    gradients = {name.removeprefix("module."): whole(p.grad) for name, p in model.named_parameters()}
+    expected = {name: p.grad for name, p in plain.named_parameters()}
+    assert gradients.keys() == expected.keys()
+    return max(((gradients[name] - expected[name]).norm() / expected[name].norm()).item() for name in expected)
+
+
+def ddp(folder, ids, mode):
+    plain = load(folder, dtype=torch.float64)
+    model = copy.deepcopy(plain)
+    enable_checkpointing(model, mode)
+    parallel = DistributedDataParallel(model)
+    for _ in range(3):  # a parameter without a gradient stops the second step
+        parallel.zero_grad()
+        loss_of(parallel, own_half(ids)).backward()
+    return gradient_error(parallel, plain, ids)
+
+
+def fsdp(folder, ids, mode):
+    plain = load(folder, dtype=torch.float64)
+    model = copy.deepcopy(plain)
+    enable_checkpointing(model, mode)
+    shard(model)
+    loss_of(model, own_half(ids)).backward()
+    return gradient_error(model, plain, ids)
+
+
+def fsdp_checkpointing_enabled_after_sharding(folder, ids):
+    plain = load(folder, dtype=torch.float64)
+    model = shard(copy.deepcopy(plain))
+    enable_checkpointing(model, "reentrant")
+    loss_of(model, own_half(ids)).backward()
+    return gradient_error(model, plain, ids)
+
+
+def fsdp_bf16(folder, ids):
+    """The loss beside that of the plain bf16 model, and in which dtype sources reach the last layer."""
+    model = shard(
+        load(folder, dtype=torch.float32),
+        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    )
+    arrived = []
+    model.model.layers[-1].register_forward_pre_hook(lambda _, args: arrived.extend(args[1:]))
+    loss = loss_of(model, own_half(ids))
+    loss.backward()
+    expected = loss_of(load(folder, dtype=torch.bfloat16), own_half(ids))
+    assert all(whole(p.grad).isfinite().all() and whole(p.grad).any() for p in model.parameters())
+    return {
+        "loss_error": (loss - expected).abs().item(),
+        "sources": len(arrived),
+        "bf16_sources": sum(tensor.dtype is torch.bfloat16 for tensor in arrived),
+    }
+
+
+def fsdp_full_state_dict(folder, ids):
+    """A step, then the whole state in a plain model: its logits beside those of the sharded one."""
+    model = shard(load(folder, dtype=torch.float64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model, own_half(ids)).backward()
+    optimizer.step()
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    states = [state]
+    dist.broadcast_object_list(states)
+    plain = load(folder, dtype=torch.float64)
+    before = plain(ids).logits
+    plain.load_state_dict(states[0])
+    with torch.no_grad():
+        logits = plain(ids).logits
+        return {
+            "moved": (logits - before).abs().max().item(),
+            "error": (logits - model(ids).logits).abs().max().item(),
+        }
+
+
+def local_size(model) -> int:
+    """How many elements of the first key projection this process holds."""
+    weight = model.model.layers[0].self_attn.k_proj.weight
+    return (weight.to_local() if hasattr(weight, "to_local") else weight).numel()
+
+
+def tensor_parallel(folder, ids):
+    plain = load(folder, dtype=torch.float64)
+    model = load(folder, dtype=torch.float64, distributed_config=DistributedConfig(tp_size=WORLD_SIZE))
+    with torch.no_grad():
+        logits_error = (model(ids).logits - plain(ids).logits).abs().max().item()
+    loss_of(model, ids).backward()
+    return {
+        "logits": logits_error,
+        "gradients": gradient_error(model, plain, ids),
+        "held": local_size(model) / local_size(plain),
+    }
+
+
+def native_fsdp(folder, ids):
+    """The sharding by the plan of the host library, and a save of what it sharded."""
+    plain = load(folder, dtype=torch.float64)
+    model = load(folder, dtype=torch.float64, distributed_config=DistributedConfig(fsdp_size=WORLD_SIZE))
+    loss_of(model, own_half(ids)).backward()
+    saved = f"{folder}-native-fsdp"
+    model.save_pretrained(saved)
+    dist.barrier()
+    return {
+        "gradients": gradient_error(model, plain, ids),
+        "held": local_size(model) / local_size(plain),
+        "saved": (load(saved)(ids).logits - plain(ids).logits).abs().max().item(),
+    }
+
+
+def pipeline(folder, ids):
+    try:
+        load(folder, distributed_config=DistributedConfig(pp_size=WORLD_SIZE))
+    except ValueError as error:
+        return str(error)
+
+
+def main():
+    rank, rendezvous, results_path, *folders = sys.argv[1:]
+    torch.set_num_threads(1)
+    logging.disable_progress_bar()
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=int(rank), world_size=WORLD_SIZE)
+    folders = dict(folder.split("=", 1) for folder in folders)
+    vocab_size = load(next(iter(folders.values()))).config.vocab_size
+    ids = torch.randint(3, vocab_size, (4, 12), generator=torch.Generator().manual_seed(1))
+
+    checks = {}
+    for name, folder in folders.items():
+        for mode in CHECKPOINTING:
+            checks[f"ddp {name} {mode}"] = (ddp, folder, ids, mode)
+            checks[f"fsdp {name} {mode}"] = (fsdp, folder, ids, mode)
+        for check in (
+            fsdp_checkpointing_enabled_after_sharding,
+            fsdp_bf16,
+            fsdp_full_state_dict,
+            tensor_parallel,
+            native_fsdp,
+            pipeline,
+        ):
+            checks[f"{check.__name__} {name}"] = (check, folder, ids)
+
+    results = {}
+    for name, (check, *arguments) in checks.items():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                results[name] = check(*arguments)
+            except Exception:
+                results[name] = traceback.format_exc()
+        results.setdefault("warnings", []).extend(str(warning.message) for warning in caught)
+    Path(results_path).write_text(json.dumps(results), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

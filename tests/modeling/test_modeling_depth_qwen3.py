@@ -1,0 +1,399 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""DepthQwen3 inside transformers: the checks of every causal language model, and what is its own."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from causal_lm_checks import HOST_CACHE_NAME, CausalLMChecks, assert_close, new_cache, next_token_loss
+from torch import nn
+from transformers import AutoModel, Qwen3Config, Qwen3ForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from depthmix import DepthQwen3Config, DepthQwen3ForCausalLM, DepthQwen3ForSequenceClassification
+
+
+SLIDING = {
+    "use_sliding_window": True,
+    "sliding_window": 6,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+}
+STRIDES = pytest.mark.parametrize(
+    "fields",
+    [
+        {"depth_stride": 2},
+        {"depth_stride": 1, "key_norm_position": "after_rope"},
+        {"depth_stride": 3, "depth_window": 1},
+        {"num_hidden_layers": 9, "depth_stride": 4, "depth_window": 2},
+    ],
+    ids=lambda fields: " ".join(f"{name}={value}" for name, value in fields.items()),
+)
+
+
+@pytest.fixture
+def assert_awake(token_ids):
+    """As the shared one, but against the same model without sources: one that norms its keys elsewhere has no twin."""
+
+    def assert_awake(model):
+        config = copy.deepcopy(model.config)
+        config.depth_stride = 0
+        asleep = type(model)(config).eval()
+        asleep.load_state_dict(model.state_dict())
+        ids = token_ids(2, 12)
+        with torch.no_grad():
+            assert (model(ids).logits - asleep(ids).logits).abs().max() > 0.05
+
+    return assert_awake
+
+
+class TestCausalLM(CausalLMChecks):
+    variants = {
+        "half": {},
+        "every layer": {"depth_stride": 1, "key_norm_position": "after_rope", "num_attention_heads": 6},
+        "sliding": SLIDING | {"depth_stride": 3, "depth_window": 1},
+    }
+    absolute_variants = {"every layer"}
+    sequence_classification_class = DepthQwen3ForSequenceClassification
+
+
+class TestWithoutSources:
+    """Stride 0, and what no stride may change: then it is Qwen3, to the last bit."""
+
+    @pytest.mark.parametrize("attention", ["eager", "sdpa"])
+    @pytest.mark.parametrize("changes", [{}, SLIDING, {"tie_word_embeddings": True}], ids=["plain", "sliding", "tied"])
+    def test_is_vanilla(self, build, vanilla_twin, token_ids, attention, changes):
+        model = build(**changes, depth_stride=0, depth_window=2, attn_implementation=attention)
+        twin = vanilla_twin(model)
+        twin.set_attn_implementation(attention)
+        ids = token_ids(2, 12)
+        mask = torch.ones_like(ids)
+        mask[0, :4] = 0
+        for given in ({}, {"attention_mask": mask}, {"labels": ids, "num_items_in_batch": 7}):
+            ours, stock = model(ids, **given), twin(ids, **given)
+            assert torch.equal(ours.logits, stock.logits)
+        assert torch.equal(ours.loss, stock.loss)
+        ours.loss.backward()
+        stock.loss.backward()
+        for (name, parameter), (stock_name, stock_parameter) in zip(
+            model.named_parameters(), twin.named_parameters(), strict=True
+        ):
+            assert name == stock_name
+            assert torch.equal(parameter.grad, stock_parameter.grad), name
+
+    def test_is_vanilla_with_dropout(self, build, vanilla_twin, token_ids):
+        model = build(depth_stride=0, attention_dropout=0.5).train()
+        twin = vanilla_twin(model).train()
+        twin.config.attention_dropout = 0.5
+        for layer in twin.model.layers:
+            layer.self_attn.attention_dropout = 0.5
+        logits = []
+        for each in (model, twin, model):
+            torch.manual_seed(len(logits) // 2)
+            logits.append(each(token_ids(2, 12)).logits)
+        assert torch.equal(logits[0], logits[1])
+        assert not torch.equal(logits[0], logits[2])
+
+    def test_single_layer_is_vanilla(self, build, vanilla_twin, token_ids):
+        model = build(num_hidden_layers=1)
+        assert torch.equal(model(token_ids(2, 5)).logits, vanilla_twin(model)(token_ids(2, 5)).logits)
+
+    @pytest.mark.parametrize("stride", [0, 1, 2])
+    def test_same_seed_same_initial_weights(self, tiny, stride):
+        torch.manual_seed(3)
+        model = DepthQwen3ForCausalLM(DepthQwen3Config(**tiny, depth_stride=stride))
+        torch.manual_seed(3)
+        stock = Qwen3ForCausalLM(Qwen3Config(**tiny))
+        ours, expected = model.state_dict(), stock.state_dict()
+        assert list(ours) == list(expected)
+        assert all(torch.equal(ours[name], expected[name]) for name in ours)
+
+    def test_no_parameters_and_buffers_of_its_own(self, build, vanilla_twin):
+        model = build(depth_stride=1)
+        twin = vanilla_twin(model)
+        for kind in ("named_parameters", "named_buffers", "named_modules"):
+            assert [name for name, _ in getattr(model, kind)()] == [name for name, _ in getattr(twin, kind)()]
+        assert model.num_parameters() == twin.num_parameters()
+
+
+def layer_tensors(model, ids, **kwargs):
+    """For each layer its unmixed value, and the key and mixed value that it keeps in the cache."""
+    plain, hooks = [], []
+    for layer in model.model.layers:
+        projection = layer.self_attn.v_proj
+        hooks.append(projection.register_forward_hook(lambda _, __, output: plain.append(output)))
+    cache = new_cache(model)
+    model(ids, use_cache=True, **{HOST_CACHE_NAME: cache}, **kwargs)
+    for hook in hooks:
+        hook.remove()
+    shape = (*ids.shape, model.config.num_key_value_heads, model.config.head_dim)
+    return [
+        (value.view(shape).transpose(1, 2), layer.keys, layer.values)
+        for value, layer in zip(plain, cache.layers, strict=True)
+    ]
+
+
+class TestDepthWeights:
+    @STRIDES
+    @torch.no_grad()
+    def test_reproduce_the_cached_values(self, build, token_ids, assert_awake, fields):
+        model, ids = build(**fields), token_ids(2, 7)
+        assert_awake(model)
+        all_weights = model(ids, output_depth_weights=True).depth_weights
+        layers = layer_tensors(model, ids)
+        sources_of = model.config.depth_sources
+        assert len(all_weights) == model.config.num_hidden_layers
+        for (plain, _, mixed), sources, weights in zip(layers, sources_of, all_weights, strict=True):
+            assert weights.shape == (2, 2, 7, len(sources) + 1)
+            assert weights.dtype is torch.float32
+            assert_close(weights.sum(-1), torch.ones(2, 2, 7), 1e-6)
+            entries = torch.stack([*(layers[i][2] for i in sources), plain], dim=-1)
+            assert_close((entries * weights.unsqueeze(3)).sum(-1), mixed)
+            if sources:
+                assert (mixed - plain).abs().max() > 0.05
+            else:
+                assert torch.equal(mixed, plain)
+
+    @torch.no_grad()
+    def test_where_they_are_returned(self, build, token_ids):
+        model, ids = build(), token_ids(2, 7)
+        plain = model(ids)
+        assert plain.depth_weights is None
+        asked = model(ids, output_depth_weights=True)
+        assert torch.equal(asked.logits, plain.logits)
+        base = model.model(ids, output_depth_weights=True)
+        assert torch.equal(base.last_hidden_state, model.model(ids).last_hidden_state)
+        assert model.model(ids).depth_weights is None
+        tuples = [each(ids, output_depth_weights=True, return_dict=False)[-1] for each in (model, model.model)]
+        for given in (base.depth_weights, *tuples):
+            assert len(given) == 4
+            assert all(torch.equal(*pair) for pair in zip(given, asked.depth_weights, strict=True))
+
+    @torch.no_grad()
+    def test_default_of_the_configuration(self, build, token_ids):
+        model, ids = build(output_depth_weights=True), token_ids(2, 7)
+        for each in (model, model.model):
+            assert len(each(ids).depth_weights) == 4
+            assert each(ids, output_depth_weights=False).depth_weights is None
+            assert len(each(ids, output_depth_weights=None).depth_weights) == 4
+        expected = build().generate(ids, max_new_tokens=4, do_sample=False)
+        assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), expected)
+
+    @torch.no_grad()
+    def test_together_with_other_outputs(self, build, token_ids):
+        model, ids = build(attn_implementation="eager"), token_ids(2, 7)
+        outputs = model(ids, output_depth_weights=True, output_hidden_states=True, output_attentions=True)
+        assert len(outputs.hidden_states) == 5
+        assert [attention.shape[-1] for attention in outputs.attentions] == [7] * 4
+        assert [weights.shape[-1] for weights in outputs.depth_weights] == [1, 2, 2, 3]
+
+    @torch.no_grad()
+    def test_of_new_tokens_on_top_of_a_cache(self, build, token_ids):
+        model, ids = build(depth_stride=1), token_ids(2, 7)
+        expected = model(ids, output_depth_weights=True).depth_weights
+        cache = new_cache(model)
+        model(ids[:, :5], use_cache=True, **{HOST_CACHE_NAME: cache})
+        outputs = model(ids[:, 5:], use_cache=True, output_depth_weights=True, **{HOST_CACHE_NAME: cache})
+        for weights, full in zip(outputs.depth_weights, expected, strict=True):
+            assert_close(weights, full[:, :, 5:])
+
+    @torch.no_grad()
+    def test_without_sources_they_are_one(self, build, token_ids):
+        for weights in build(depth_stride=0)(token_ids(2, 7), output_depth_weights=True).depth_weights:
+            assert torch.equal(weights, torch.ones(2, 2, 7, 1))
+
+    @torch.no_grad()
+    def test_are_fp32_in_a_low_precision_model(self, build, token_ids):
+        model, ids = build(), token_ids(2, 7)
+        exact = model(ids, output_depth_weights=True).depth_weights
+        for weights, expected in zip(
+            model.bfloat16()(ids, output_depth_weights=True).depth_weights, exact, strict=True
+        ):
+            assert weights.dtype is torch.float32
+            assert_close(weights.sum(-1), torch.ones(2, 2, 7), 1e-6)
+            assert_close(weights, expected, 0.1)
+
+    def test_have_gradients(self, build, token_ids):
+        """So that a loss on them is possible."""
+        model = build()
+        model(token_ids(2, 7), output_depth_weights=True).depth_weights[3][..., 0].mean().backward()
+        for layer, name in ((3, "q_proj"), (3, "k_proj"), (2, "k_proj"), (0, "k_proj"), (0, "v_proj")):
+            assert getattr(model.model.layers[layer].self_attn, name).weight.grad.abs().max() > 0
+
+
+class TestSources:
+    @STRIDES
+    @pytest.mark.parametrize("use_cache", [False, True])
+    @torch.no_grad()
+    def test_live_until_their_last_reader(self, build, token_ids, fields, use_cache):
+        """So that memory does not grow with the number of layers. Seen from outside, by hooks."""
+        model = build(**fields)
+        produced, alive_at = {}, []
+
+        def remember(layer):
+            def hook(_, __, output):
+                if isinstance(output, tuple):
+                    produced[layer] = [weakref.ref(tensor) for tensor in output[1:]]
+
+            return hook
+
+        def look(_, __):
+            alive_at.append({i for i, references in produced.items() if any(one() is not None for one in references)})
+
+        for i, layer in enumerate(model.model.layers):
+            layer.register_forward_pre_hook(look)
+            layer.register_forward_hook(remember(i))
+        gc.disable()
+        try:
+            outputs = model(token_ids(2, 7), use_cache=use_cache)
+        finally:
+            gc.enable()
+        sources = model.config.depth_sources
+        for layer, alive in enumerate(alive_at):
+            assert alive == {i for i in range(layer) if any(i in read for read in sources[layer:])}
+        assert set(produced) == {i for read in sources for i in read}
+        assert all(one() is None for references in produced.values() for one in references)
+        assert outputs.logits.isfinite().all()
+
+    @STRIDES
+    def test_gradients_of_every_layer(self, build, token_ids, fields):
+        model, ids = build(**fields), token_ids(2, 7)
+        model(ids, labels=ids).loss.backward()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad.abs().sum() > 0, name
+
+    @STRIDES
+    def test_layer_returns_what_later_layers_read(self, build, token_ids, fields):
+        model, outputs, copies = build(**fields), {}, {}
+
+        def remember(i):
+            def hook(_, args, output):
+                outputs[i] = (args, output)
+                copies[i] = [tensor.clone() for tensor in output] if isinstance(output, tuple) else None
+
+            return hook
+
+        for i, layer in enumerate(model.model.layers):
+            layer.register_forward_hook(remember(i))
+        model(token_ids(2, 7))
+        for i, read in enumerate(model.config.depth_sources):
+            args, output = outputs[i]
+            sources = [tensor for source in read for tensor in outputs[source][1][1:]]
+            # flat positional tensors, the hidden states first
+            assert len(args) == 1 + len(sources)
+            assert all(given is source for given, source in zip(args[1:], sources, strict=True))
+            is_read = any(i in later for later in model.config.depth_sources)
+            assert isinstance(output, tuple) == is_read
+            # nobody has written into them
+            assert not is_read or all(torch.equal(*pair) for pair in zip(output, copies[i], strict=True))
+
+    def test_single_layer_can_be_replayed(self, build, token_ids):
+        """As calibration of quantisers does: with the arguments that a hook saw."""
+        model, calls = build(depth_stride=1), []
+        layer = model.model.layers[3]
+        hook = layer.register_forward_hook(lambda *call: calls.append(call[1:]), with_kwargs=True)
+        with torch.no_grad():
+            model(token_ids(2, 7), use_cache=False)
+            hook.remove()
+            ((args, kwargs, output),) = calls
+            assert len(args) == 7
+            assert torch.equal(layer(*args, **kwargs), output)
+            # the reader of no source and source of all, called on its own, gives one tensor
+            assert torch.is_tensor(model.model.layers[0](args[0], **kwargs))
+
+    def test_layer_that_did_not_run(self, build, token_ids):
+        class Skipped(nn.Module):
+            def forward(self, hidden_states, **kwargs):
+                return hidden_states
+
+        model = build()
+        model.model.layers[0] = Skipped()
+        with pytest.raises(RuntimeError, match=r"Layer 1 reads keys and values of layers \[0\], which did not run"):
+            model(token_ids(2, 7))
+        model = build()
+        model.model.layers[2] = Skipped()
+        with pytest.raises(RuntimeError, match=r"Layer 3 reads keys and values of layers \[2\]"):
+            model(token_ids(2, 7))
+        # nobody reads this one
+        model = build()
+        model.model.layers[1] = Skipped()
+        model(token_ids(2, 7))
+
+    @torch.no_grad()
+    def test_early_exit(self, build, token_ids):
+        """transformers changes the number of layers in the configuration for the time of a call."""
+        model, ids = build(depth_stride=1), token_ids(2, 7)
+        states = model(ids, output_hidden_states=True).hidden_states
+        model.config.num_hidden_layers = 2
+        exited = model(ids).logits
+        model.config.num_hidden_layers = 4
+        assert_close(exited, model.lm_head(model.model.norm(states[2])))
+
+    def test_pipeline_plan_is_not_inherited(self):
+        assert Qwen3ForCausalLM._pp_plan and DepthQwen3ForCausalLM._pp_plan is None
+        assert DepthQwen3ForCausalLM._tp_plan == Qwen3ForCausalLM._tp_plan
+
+
+class TestImplementations:
+    @torch.no_grad()
+    def test_reference_and_auto(self, build, token_ids):
+        ids = token_ids(2, 7)
+        assert_close(build(depth_impl="reference")(ids).logits, build(depth_impl="auto")(ids).logits)
+
+    @torch.no_grad()
+    def test_explicit_kernel_does_not_fall_back(self, build, token_ids):
+        with pytest.raises(RuntimeError, match="impl='triton'"):
+            build(depth_impl="triton")(token_ids(2, 7))
+
+    @torch.no_grad()
+    def test_attention_gets_mixed_values(self, build, token_ids, monkeypatch):
+        seen = []
+
+        def attention(module, query, key, value, attention_mask, **kwargs):
+            seen.append((key, value))
+            return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)
+
+        model, ids = build(depth_stride=1), token_ids(1, 7)
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "server", attention)
+        served = AutoModel.from_config(build(depth_stride=1).config, attn_implementation="server").eval()
+        served.load_state_dict(model.model.state_dict())
+        served(input_ids=ids, position_ids=torch.arange(7)[None], use_cache=False, return_dict=False)
+        kept = layer_tensors(model, ids)
+        for (key, value), (_, cached_key, mixed) in zip(seen, kept, strict=True):
+            assert_close(key, cached_key)
+            assert_close(value, mixed)
+        assert all(
+            (value - plain).abs().max() > 0.05 for (_, value), (plain, _, _) in zip(seen[1:], kept[1:], strict=True)
+        )
+
+
+class TestPositions:
+    @torch.no_grad()
+    @pytest.mark.parametrize(("key_norm_position", "moves"), [("before_rope", False), ("after_rope", True)])
+    def test_shift_of_all_positions(self, build, token_ids, key_norm_position, moves):
+        """The norm's weight does not turn with the key, so that after the rotation positions are absolute."""
+        model, ids = build(depth_stride=1, key_norm_position=key_norm_position), token_ids(2, 7)
+        logits, shifted = (model(ids, position_ids=torch.arange(7)[None] + start).logits for start in (0, 40))
+        assert ((logits - shifted).abs().max() > 1e-3) == moves
+
+    def test_padding_gets_no_gradient(self, build, token_ids):
+        """A padded token has entries to mix, but they reach no real token."""
+        model, ids = build(depth_stride=1), token_ids(2, 8)
+        embeds = model.get_input_embeddings()(ids).detach().requires_grad_()
+        mask = torch.ones_like(ids)
+        mask[0, :3] = 0
+        logits = model(inputs_embeds=embeds, attention_mask=mask).logits
+        (next_token_loss(logits[:1, 3:], ids[:1, 3:]) + next_token_loss(logits[1:], ids[1:])).backward()
+        assert (embeds.grad[0, :3] == 0).all()
+        assert (embeds.grad[0, 3:-1].abs().amax(-1) > 0).all()
+
+
+@torch.no_grad()
+def test_classification_is_awake(build, token_ids):
+    classifier, plain = (
+        build(model_class=DepthQwen3ForSequenceClassification, num_labels=3, depth_stride=stride) for stride in (1, 0)
+    )
+    plain.load_state_dict(classifier.state_dict())
+    ids = token_ids(4, 7)
+    assert (classifier(ids).logits - plain(ids).logits).abs().max() > 0.05

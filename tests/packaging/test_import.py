@@ -1,0 +1,112 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""`import depthmix`, from anywhere and with whatever else is or is not installed."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from transformers.utils import import_utils
+
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import builtins, json, os, sys
+
+sys.modules.update(dict.fromkeys(os.environ["BLOCKED"].split()))
+importers, original = set(), builtins.__import__
+
+def record(name, globals=None, *arguments, **keywords):
+    if name.split(".")[0] == "triton" and globals:
+        importers.add(globals["__name__"].split(".")[0])
+    return original(name, globals, *arguments, **keywords)
+
+builtins.__import__ = record
+import depthmix
+builtins.__import__ = original
+
+from depthmix import DepthQwen3Config, DepthQwen3ForCausalLM
+
+fields = dict(vocab_size=19, hidden_size=16, num_attention_heads=2, num_key_value_heads=1, head_dim=8)
+model = DepthQwen3ForCausalLM(DepthQwen3Config(**fields, intermediate_size=16, num_hidden_layers=2))
+logits = model(original("torch").tensor([[3, 4, 5]])).logits
+print(json.dumps({
+    "shape": list(logits.shape),
+    "file": depthmix.__file__,
+    "importers of triton": sorted(importers),
+    "imported": sorted(name for name in sys.modules if sys.modules[name] is not None),
+    "kernels": getattr(sys.modules.get("kernels"), "__file__", None),
+}))
+"""
+
+
+def start(folder, *, blocked=(), path=()):
+    environment = os.environ | {"BLOCKED": " ".join(blocked), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, path))
+    run = subprocess.run([sys.executable, "-c", SCRIPT], cwd=folder, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    result = json.loads(run.stdout.splitlines()[-1])
+    assert result["shape"] == [1, 3, 19]
+    return result
+
+
+def test_imports_no_more_than_it_needs(tmp_path):
+    (tmp_path / "a folder-1.0").mkdir()
+    optional = ["triton", "kernels", "peft"]
+    result = start(tmp_path / "a folder-1.0", blocked=optional)
+    # torch itself tries to import triton
+    assert "depthmix" not in result["importers of triton"]
+    unneeded = ("depthmix.conversion", "pytest", *optional)
+    assert not [name for name in result["imported"] if name.startswith(unneeded)]
+
+
+def write_kernels_package(folder):
+    """A stand-in for Hugging Face's `kernels`, of a version that transformers takes."""
+    (folder / "kernels").mkdir(parents=True)
+    (folder / "kernels" / "__init__.py").write_text(
+        "from unittest.mock import MagicMock\n\n\n"
+        "def use_kernel_forward_from_hub(*names):\n    return lambda decorated: decorated\n\n\n"
+        "use_kernelized_func = use_kernel_forward_from_hub\n\n\n"
+        "def __getattr__(name):\n"
+        "    if name.startswith('__'):\n        raise AttributeError(name)\n"
+        "    return MagicMock(name=name)\n"
+    )
+    metadata = folder / f"kernels-{import_utils.KERNELS_MIN_VERSION}.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: kernels\nVersion: {import_utils.KERNELS_MIN_VERSION}\n")
+
+
+def test_from_the_root_of_the_repository(tmp_path):
+    result = start(ROOT)
+    assert Path(result["file"]).parent == ROOT / "depthmix"
+    assert result["kernels"] is None
+
+
+def test_from_the_root_with_the_kernels_package_installed(tmp_path):
+    write_kernels_package(tmp_path)
+    result = start(ROOT, path=[tmp_path])
+    assert result["kernels"] == str(tmp_path / "kernels" / "__init__.py")
+
+
+PUBLIC = ("depthmix", "depthmix.configuration", "depthmix.conversion", "depthmix.kernels", "depthmix.modeling")
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_public_names_are_documented(package):
+    module = import_module(package)
+    assert module.__doc__
+    assert module.__all__ == sorted(module.__all__) or package == "depthmix"
+    for name in module.__all__:
+        public = getattr(module, name)
+        if not name.startswith("__"):
+            # their own words, not those of a stock class
+            assert vars(public).get("__doc__") if isinstance(public, type) else public.__doc__, name
+
+
+def test_umbrella_offers_all_configurations_and_models():
+    names = set(import_module("depthmix").__all__)
+    for package in ("depthmix.configuration", "depthmix.modeling"):
+        assert set(import_module(package).__all__) <= names
