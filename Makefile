@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 OLDEST := .venv-oldest
+PRINT_SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo test test-fast test-gpu quality style clean
@@ -38,8 +39,10 @@ $(VENV)/ready: setup.cfg pyproject.toml constraints.txt
 
 # the oldest supported transformers, without Triton; everything else is read from the first environment
 $(OLDEST)/ready: $(VENV)/ready constraints-oldest.txt
-	$(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-oldest.txt -e .
-	$(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
-		> "$$($(OLDEST)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
+	$(PYTHON) -m venv --without-pip $(OLDEST)
+	$(VENV)/bin/python -m pip --python $(OLDEST)/bin/python install --quiet --disable-pip-version-check --no-deps \
+		-r constraints-oldest.txt -e .
+	site=$$($(OLDEST)/bin/python -c '$(PRINT_SITE)'); \
+		$(VENV)/bin/python -c '$(PRINT_SITE)' > $$site/shared.pth; \
+		echo 'import sys; sys.modules["triton"] = None' > $$site/without_triton.pth
 	touch $@

@@ -2,9 +2,15 @@
 """The `depthmix` command."""
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+from depthmix.auto import AUTO_MAPS
+from depthmix.hub import write_remote_code
+
+from .checkpoint_io import read_json
 from .converter import DTYPES, TARGETS, convert, inspect_checkpoint
 from .errors import ConversionError
 
@@ -57,7 +63,27 @@ def _make_parser() -> argparse.ArgumentParser:
     command.set_defaults(run=inspect_checkpoint)
     command.add_argument("path_or_hub_id", metavar="PATH", help="folder of a safetensors checkpoint, or Hub id")
     command.add_argument("--revision", metavar="R", help="branch, tag or commit of a checkpoint on the Hub")
+
+    command = commands.add_parser(
+        "bundle", help="add the code to a saved model", description="Adds this version's code to a saved model."
+    )
+    command.set_defaults(run=_bundle)
+    command.add_argument("directory", metavar="DIR", type=Path, help="folder of a saved depthmix model")
     return parser
+
+
+def _bundle(directory: Path) -> str:
+    config_path = directory / "config.json"
+    if not config_path.is_file():
+        raise ConversionError(f"{directory} has no config.json.")
+    config = read_json(config_path)
+    model_type = config.get("model_type")
+    if model_type not in AUTO_MAPS:
+        raise ConversionError(f"{config_path}: model_type is {model_type!r}, must be one of {', '.join(AUTO_MAPS)}.")
+    files = write_remote_code(directory, AUTO_MAPS[model_type])
+    config["auto_map"] = AUTO_MAPS[model_type]
+    config_path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return "\n".join(files)
 
 
 if __name__ == "__main__":

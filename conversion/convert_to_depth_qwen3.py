@@ -51,8 +51,8 @@ def from_qwen3(source: dict[str, Any], options: dict[str, Any]) -> TranslatedCon
     if any(config.depth_sources) or config.key_norm_position != "before_rope":
         note = (
             "The converted model computes another function than the vanilla checkpoint: mixing over depth has no "
-            "parameters that could switch it off at the start. Fine-tune it before use. With depth_stride=0 it is "
-            "exactly the vanilla model."
+            "parameters that could switch it off at the start. Fine-tune it before use. With depth_stride=0 and "
+            "key_norm_position='before_rope' it is exactly the vanilla model."
         )
     else:
         note = "Mixing over depth is off: the converted model computes exactly what the vanilla checkpoint does."

@@ -7,11 +7,8 @@ package import across folders by `from depthmix.<folder>.<module> import …`, o
 that are unique over all folders: so one substitution turns them into such files, with comments and line numbers kept.
 """
 
-import argparse
 import functools
-import json
 import re
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -49,7 +46,7 @@ def write_remote_code(directory: str | Path, auto_map: dict[str, str]) -> list[s
     """Writes these modules into a folder and returns their file names."""
     files = collect_remote_code(auto_map)
     for name, code in files.items():
-        Path(directory, name).write_text(code, encoding="utf-8")
+        Path(directory, name).write_text(code, encoding="utf-8", newline="\n")
     return list(files)
 
 
@@ -84,26 +81,3 @@ def _module_path(module: str) -> Path:
         if spec is not None:
             return Path(spec.origin)
     raise ImportError(f"No module {module} in {', '.join(BUNDLED_FOLDERS)} of depthmix.")
-
-
-def main() -> None:
-    """Adds the code, or replaces it by this version's, in the folder of a saved model."""
-    from depthmix.auto import AUTO_MAPS
-
-    parser = argparse.ArgumentParser(prog="python -m depthmix.hub", description=main.__doc__)
-    parser.add_argument("directory", type=Path, help="folder of a saved depthmix model")
-    directory = parser.parse_args().directory
-    config_path = directory / "config.json"
-    if not config_path.is_file():
-        sys.exit(f"{directory}: no config.json there.")
-    config = json.loads(config_path.read_text(encoding="utf-8"))
-    model_type = config.get("model_type")
-    if model_type not in AUTO_MAPS:
-        sys.exit(f"{config_path}: model_type is {model_type!r}, must be one of {', '.join(AUTO_MAPS)}.")
-    config["auto_map"] = AUTO_MAPS[model_type]
-    print("\n".join(write_remote_code(directory, AUTO_MAPS[model_type])))
-    config_path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

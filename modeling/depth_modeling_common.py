@@ -40,14 +40,13 @@ def accepts_both_cache_names(forward: Callable) -> Callable:
 
     @functools.wraps(forward)
     def wrapper(self, *args, **kwargs):
-        cache = kwargs.pop(other_name, None)
-        if cache is not None:
-            if other_name == "cache" != HOST_CACHE_NAME and not isinstance(cache, Cache):
-                # before 5.24, continuous batching hands its cache to the attention function, among the keywords
-                kwargs[other_name] = cache
-            elif kwargs.get(own_name) not in (None, cache):
-                raise ValueError("`cache` and `past_key_values` are two names of one argument: give only one of them.")
-            else:
+        cache = kwargs.get(other_name)
+        # before 5.24, continuous batching hands a cache that is no `Cache` to the attention function, as `cache`
+        if other_name == HOST_CACHE_NAME or cache is None or isinstance(cache, Cache):
+            kwargs.pop(other_name, None)
+            if cache is not None:
+                if kwargs.get(own_name) not in (None, cache):
+                    raise ValueError("`cache` and `past_key_values` are two names of one argument: give only one.")
                 kwargs[own_name] = cache
         return forward(self, *args, **kwargs)
 

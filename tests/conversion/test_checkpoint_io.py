@@ -511,7 +511,7 @@ def test_memory_does_not_depend_on_the_model(tmp_path, tiny):
     command = [sys.executable, "-c", MEASURE_MEMORY, source, tmp_path / "converted"]
     megabytes = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     assert total > 6 * 195e6
-    assert megabytes < 200, "one shard"
+    assert megabytes < 100, "half a shard"
     written = tmp_path / "converted" / "model.safetensors"
     assert total <= written.stat().st_size <= 1.01 * total
     assert {tensor.dtype for tensor in open_checkpoint(tmp_path / "converted").tensors.values()} == {"BF16"}

@@ -56,8 +56,9 @@ def site_folders(python: str) -> str:
 @pytest.fixture
 def clean_python(request, tmp_path_factory):
     """
-    `clean_python(function, *arguments)` calls a function of the test's module in a process without depthmix, in this
-    environment and then in that of `--peer-python`, and returns what it returns (tensors, strings, numbers, lists).
+    `clean_python(function, *arguments, blocked=())` calls a function of the test's module in a process without
+    depthmix, and returns what it returns (tensors, strings, numbers, lists). The test runs for this environment and
+    for that of `--peer-python`. The `blocked` packages cannot be imported in the process.
     """
     python = request.param
     folder = tmp_path_factory.mktemp("clean")

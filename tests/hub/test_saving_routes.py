@@ -104,7 +104,6 @@ def assert_all_pushed(build, tmp_path):
     return assert_all_pushed
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft 0.21 reads it
 def test_trainer_adapter_and_remote_class(
     clean_python, build, token_ids, assert_awake, assert_complete, assert_all_pushed, tmp_path
 ):

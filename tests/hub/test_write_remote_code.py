@@ -1,5 +1,5 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
-"""The code that is saved, the hook that saves it, and `python -m depthmix.hub`."""
+"""The code that is saved, the hook that saves it, and `depthmix bundle`."""
 
 import difflib
 import json
@@ -13,6 +13,7 @@ from transformers.dynamic_module_utils import get_relative_import_files
 import depthmix.hub
 from depthmix import DepthQwen3Config, DepthQwen3ForCausalLM, DepthQwen3Model
 from depthmix.auto import AUTO_MAPS
+from depthmix.conversion.cli import main
 from depthmix.hub import collect_remote_code, ship_remote_code, write_remote_code
 
 
@@ -195,7 +196,9 @@ def test_command_adds_code(build, assert_complete, tmp_path):
     del config["auto_map"]
     (tmp_path / "config.json").write_text(json.dumps(config))
 
-    run = subprocess.run([sys.executable, "-m", "depthmix.hub", tmp_path], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-m", "depthmix", "bundle", tmp_path], capture_output=True, text=True, check=True
+    )
 
     assert run.stdout.split() == sorted(name for name in saved if name.endswith(".py"))
     assert_complete(tmp_path)
@@ -205,18 +208,17 @@ def test_command_adds_code(build, assert_complete, tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (None, "no config.json"),
+        (None, "has no config.json"),
         ({"model_type": "qwen3"}, "model_type is 'qwen3', must be one of depth_qwen3"),
         ({}, "model_type is None"),
     ],
 )
-def test_command_refuses(monkeypatch, tmp_path, config, message):
+def test_command_refuses(tmp_path, config, message):
     if config is not None:
         (tmp_path / "config.json").write_text(json.dumps(config))
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    monkeypatch.setattr(sys, "argv", ["depthmix.hub", str(tmp_path)])
     with pytest.raises(SystemExit) as refusal:
-        depthmix.hub.main()
+        main(["bundle", str(tmp_path)])
     assert str(tmp_path) in refusal.value.code
     assert message in refusal.value.code
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
