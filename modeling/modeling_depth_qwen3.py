@@ -10,6 +10,7 @@ call, a layer's `__call__` takes its sources from it as flat positional tensors 
 hooks, activation checkpointing, offloading and FSDP see tensors only; they copy or detach what hides in containers.
 """
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -281,7 +282,12 @@ class DepthQwen3ForSequenceClassification(GenericForSequenceClassification, Dept
         self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
         self.post_init()
 
-    forward = accepts_both_cache_names(GenericForSequenceClassification.forward)
+    @accepts_both_cache_names
+    @functools.wraps(GenericForSequenceClassification.forward)
+    def forward(self, *args, output_depth_weights: bool = False, **kwargs):
+        if output_depth_weights:
+            raise ValueError("output_depth_weights=True: a classifier returns no depth weights, but its `model` does.")
+        return super().forward(*args, output_depth_weights=False, **kwargs)
 
 
 __all__ = [

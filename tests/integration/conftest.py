@@ -1,10 +1,8 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """The model families that every integration check runs over, and what the checks share."""
 
-import warnings
 from collections.abc import Callable
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -21,8 +19,12 @@ class Family:
     vanilla: type[PreTrainedModel]
     # how many earlier layers' values one call of an attention module reads, from its keyword arguments
     count_sources: Callable[[dict], int]
-    # configuration fields for the different ways in which layers can read earlier ones
-    patterns: dict[str, dict] = field(default_factory=dict)
+    # configuration fields for the different ways in which layers can read earlier ones, the densest first
+    patterns: dict[str, dict]
+
+    @property
+    def densest(self) -> dict:
+        return next(iter(self.patterns.values()))
 
 
 FAMILIES = {
@@ -101,19 +103,6 @@ def enable_checkpointing():
             model.gradient_checkpointing_enable(kwargs, every_n_layers=every_n_layers)
 
     return enable_checkpointing
-
-
-@contextmanager
-def old_names():
-    """Where the host library only warns that a name has changed."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        yield
-
-
-@pytest.fixture(name="old_names")
-def old_names_fixture():
-    return old_names
 
 
 @torch.no_grad()

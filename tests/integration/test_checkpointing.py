@@ -1,6 +1,8 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """Activation checkpointing: exact gradients in every mode, and no side effect of the recomputation."""
 
+import warnings
+
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -31,13 +33,11 @@ def test_gradients_are_exact(
 
 @BOTH_MODES
 @pytest.mark.parametrize("word", [word for word in WORDS if hasattr(PreTrainedModel, f"{word}_checkpointing_enable")])
-def test_both_enabling_methods(
-    family, word, use_reentrant, build_awake, token_ids, gradients, assert_same_gradients, old_names
-):
-    model = build_awake(family, depth_stride=1).double().train()
+def test_both_enabling_methods(family, word, use_reentrant, build_awake, token_ids, gradients, assert_same_gradients):
+    model = build_awake(family, **family.densest).double().train()
     ids = token_ids(2, 12)
     expected = gradients(model, ids)
-    with old_names():
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):
         enable = getattr(model, f"{word}_checkpointing_enable")
         enable(**{f"{word}_checkpointing_kwargs": {"use_reentrant": use_reentrant}})
     assert model.model.layers[0].gradient_checkpointing
@@ -48,7 +48,7 @@ def test_both_enabling_methods(
 def test_frozen_embeddings(
     family, use_reentrant, build_awake, token_ids, gradients, assert_same_gradients, enable_checkpointing
 ):
-    model = build_awake(family, depth_stride=1).double().train()
+    model = build_awake(family, **family.densest).double().train()
     model.get_input_embeddings().requires_grad_(False)
     ids = token_ids(2, 12)
     expected = gradients(model, ids)
@@ -62,7 +62,7 @@ def test_frozen_lower_layers(
     family, use_reentrant, build_awake, token_ids, gradients, assert_same_gradients, enable_checkpointing
 ):
     """Sources that need no gradient beside hidden states that do."""
-    model = build_awake(family, depth_stride=1).double().train()
+    model = build_awake(family, **family.densest).double().train()
     model.get_input_embeddings().requires_grad_(False)
     model.model.layers[:2].requires_grad_(False)
     ids = token_ids(2, 12)
@@ -119,18 +119,18 @@ def test_generation_in_training_mode(
         enable_checkpointing(model, use_reentrant=use_reentrant)
         return torch.equal(model.train().generate(ids, max_new_tokens=6, do_sample=False), expected)
 
-    model = build_awake(family, depth_stride=1)
+    model = build_awake(family, **family.densest)
     if not tokens_stay_the_same(vanilla_twin(model)):
         pytest.skip("this transformers takes the cache away from stock models too")
     assert tokens_stay_the_same(model)
 
 
-def test_disabling(family, build_awake, token_ids, gradients, assert_same_gradients, enable_checkpointing, old_names):
-    model = build_awake(family, depth_stride=1).double().train()
+def test_disabling(family, build_awake, token_ids, gradients, assert_same_gradients, enable_checkpointing):
+    model = build_awake(family, **family.densest).double().train()
     ids = token_ids(2, 12)
     expected = gradients(model, ids)
     enable_checkpointing(model, use_reentrant=True)
-    with old_names():
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):
         model.gradient_checkpointing_disable()
     assert not any(layer.gradient_checkpointing for layer in model.model.layers)
     assert_same_gradients(gradients(model, ids), expected, tolerance=0)

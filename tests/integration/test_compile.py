@@ -46,7 +46,7 @@ def test_training_step(
     enable_checkpointing,
     counting,
 ):
-    model = build_awake(family, depth_stride=1, num_hidden_layers=3).train()
+    model = build_awake(family, **family.densest, num_hidden_layers=3).train()
     ids = token_ids(2, 12)
     expected = gradients(model, ids, use_cache=False)
     if checkpointing:
@@ -58,7 +58,7 @@ def test_training_step(
 
 @pytest.mark.slow
 def test_lengths_share_a_graph(family, build_awake, token_ids, logits_of, counting):
-    model = build_awake(family, depth_stride=1, num_hidden_layers=3)
+    model = build_awake(family, **family.densest, num_hidden_layers=3)
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counting)
     graphs = set()
     for length in (12, 7, 33, 20):
@@ -91,33 +91,21 @@ def test_static_cache_decoding(family, build_awake, token_ids, logits_of, counti
     assert decode(9)[-1] == graphs[-1]
 
 
-def test_generate_with_a_static_cache(family, build_awake, token_ids):
-    model = build_awake(family)
-    for prompt_length in (5, 9):
-        ids = token_ids(2, prompt_length)
-        expected = model.generate(ids, max_new_tokens=16, do_sample=False)
-        tokens = model.generate(
-            ids, max_new_tokens=16, do_sample=False, cache_implementation="static", disable_compile=True
-        )
-        assert torch.equal(tokens, expected)
-
-
 def test_depth_weights(build_awake, token_ids, counting, family):
-    model = build_awake(family, depth_stride=1)
+    model = build_awake(family, **family.densest)
     ids = token_ids(2, 12)
     compiled = torch.compile(model, fullgraph=True, backend=counting)
     with torch.no_grad():
         # the host library's recorders install themselves in the first call, which therefore cannot be compiled
         expected = model(ids, use_cache=False, output_depth_weights=True).depth_weights
         actual = compiled(ids, use_cache=False, output_depth_weights=True).depth_weights
-    assert [weights.shape[-1] for weights in actual] == [1, 2, 3, 4]
     for weights, own in zip(actual, expected, strict=True):
         assert_close(weights, own)
 
 
 @pytest.mark.parametrize("strict", [False, True], ids=["non_strict", "strict"])
 def test_export(family, strict, build_awake, token_ids, logits_of):
-    model = build_awake(family, depth_stride=1)
+    model = build_awake(family, **family.densest)
     length = torch.export.Dim("length", min=2, max=64)
     program = torch.export.export(
         model,
@@ -134,7 +122,7 @@ def test_export(family, strict, build_awake, token_ids, logits_of):
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="inductor needs a C++ compiler on CPU")
 def test_inductor(family, build_awake, token_ids, gradients, assert_same_gradients):
-    model = build_awake(family, depth_stride=1, num_hidden_layers=2).train()
+    model = build_awake(family, **family.densest, num_hidden_layers=2).train()
     ids = token_ids(2, 12)
     expected = gradients(model, ids, use_cache=False)
     model.compile(fullgraph=True)

@@ -11,7 +11,6 @@ import pytest
 
 
 WORKER = Path(__file__).with_name("two_process_worker.py")
-PATTERNS = {"default": {}, "stride_1": {"depth_stride": 1}}
 
 
 @pytest.fixture
@@ -45,14 +44,15 @@ def run_two_processes(tmp_path):
 
 
 def test_two_processes(family, build_awake, tmp_path, run_two_processes):
-    folders = {name: tmp_path / name for name in PATTERNS}
-    for name, fields in PATTERNS.items():
+    patterns = {"default": {}, "densest": family.densest}
+    folders = {name: tmp_path / name for name in patterns}
+    for name, fields in patterns.items():
         # an even vocabulary, since tensor parallelism splits the head
         build_awake(family, vocab_size=98, **fields).save_pretrained(folders[name])
 
     for results in run_two_processes(folders):
         assert [result for result in results.values() if "Traceback" in str(result)] == []
-        for name in PATTERNS:
+        for name in patterns:
             for mode in ("plain", "non_reentrant", "reentrant"):
                 assert results[f"ddp {name} {mode}"] < 1e-12
                 assert results[f"fsdp {name} {mode}"] < 1e-12

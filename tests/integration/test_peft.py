@@ -36,7 +36,7 @@ def train_one_step(model, ids):
 
 @pytest.mark.parametrize("targets", TARGETS)
 def test_lora(family, targets, build_awake, token_ids, logits_of, tmp_path):
-    build_awake(family, depth_stride=1).save_pretrained(tmp_path / "base")
+    build_awake(family, **family.densest).save_pretrained(tmp_path / "base")
     ids = token_ids(2, 12)
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     model = peft.get_peft_model(base, lora(TARGETS[targets]))
@@ -75,7 +75,7 @@ def test_lora_with_checkpointing(
     ids = token_ids(2, 12)
     found = []
     for checkpointing in (False, True):
-        model = build_awake(family, depth_stride=1).double()
+        model = build_awake(family, **family.densest).double()
         if checkpointing:
             enable_checkpointing(model, use_reentrant=use_reentrant)
             model.enable_input_require_grads()
@@ -127,7 +127,7 @@ PROMPT_METHODS = {
 
 @pytest.mark.parametrize("method", PROMPT_METHODS)
 def test_prompt_methods(family, method, build_awake, token_ids, logits_of, tmp_path):
-    build_awake(family, depth_stride=1).save_pretrained(tmp_path / "base")
+    build_awake(family, **family.densest).save_pretrained(tmp_path / "base")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     ids = token_ids(2, 12)
     plain = logits_of(base, ids)

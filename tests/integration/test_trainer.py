@@ -55,7 +55,7 @@ def train(tmp_path):
 def test_accumulated_batches_have_the_loss_of_one(family, labelled, build_awake, rows, train):
     logs, models = [], []
     for size, steps in ((1, 4), (4, 1)):
-        model = build_awake(family, depth_stride=1)
+        model = build_awake(family, **family.densest)
         trainer = train(
             model,
             rows(4, labelled),
@@ -74,7 +74,7 @@ def test_accumulated_batches_have_the_loss_of_one(family, labelled, build_awake,
 
 @pytest.mark.parametrize("initializer_range", [0.02, 0.15], ids=["fresh", "awake"])
 def test_every_parameter_learns(family, initializer_range, build, rows, train):
-    model = build(model_class=family.head, depth_stride=1, initializer_range=initializer_range)
+    model = build(model_class=family.head, **family.densest, initializer_range=initializer_range)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     train(model, rows(4), max_steps=1, learning_rate=1.0)
     assert [name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])] == []
@@ -85,7 +85,7 @@ def test_resuming_is_bit_equal(family, use_reentrant, build_awake, rows, train, 
     arguments = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch"}
     if use_reentrant is not None:
         arguments |= {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": use_reentrant}}
-    straight = build_awake(family, depth_stride=1)
+    straight = build_awake(family, **family.densest)
     train(straight, rows(16), **arguments)
 
     middle = tmp_path / "run" / "checkpoint-2"
@@ -101,7 +101,7 @@ def test_checkpointing_trains_as_without(family, build_awake, rows, train):
     models = []
     for use_reentrant in (None, False, True):
         arguments = {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": use_reentrant}}
-        model = build_awake(family, depth_stride=1)
+        model = build_awake(family, **family.densest)
         train(model, rows(16), max_steps=3, **({} if use_reentrant is None else arguments))
         models.append(model)
     for expected, *others in zip(*(model.parameters() for model in models), strict=True):

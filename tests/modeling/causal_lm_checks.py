@@ -689,6 +689,10 @@ class CausalLMChecks:
         for name, parameter in classifier.named_parameters():
             assert parameter.grad.isfinite().all() and parameter.grad.abs().sum() > 0, name
 
+    def test_classification_refuses_depth_weights(self, classifier, token_ids):
+        with pytest.raises(ValueError, match="output_depth_weights=True: a classifier returns no depth weights"):
+            classifier(token_ids(1, 5), output_depth_weights=True)
+
     @torch.no_grad()
     @pytest.mark.parametrize("name", CACHE_NAMES)
     def test_classification_uses_a_cache_of_either_name(self, classifier, token_ids, name):
