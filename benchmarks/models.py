@@ -139,6 +139,9 @@ def _decode(name: str, size: str, batch: int, *, compiled: bool, context: int = 
         def step():
             torch.compiler.cudagraph_mark_step_begin()
             forward(last, past_key_values=cache, position_ids=position, logits_to_keep=1)
+            if not compiled:
+                # at one length only: cuDNN plans attention anew for each, which the first model would pay for all
+                cache.crop(-1)
 
         return step
 
