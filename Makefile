@@ -12,7 +12,7 @@ demo: $(VENV)/ready
 
 test: $(VENV)/ready $(OLDEST)/ready
 	$(VENV)/bin/python -m pytest -n 2 --peer-python $(OLDEST)/bin/python tests
-	$(OLDEST)/bin/python -m pytest -n 2 -m "not slow" tests
+	$(OLDEST)/bin/python -m pytest -n 2 -m "not slow" --peer-python $(VENV)/bin/python tests
 
 test-fast: $(VENV)/ready
 	$(VENV)/bin/python -m pytest -n 2 -m "not slow" tests

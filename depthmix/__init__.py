@@ -6,6 +6,12 @@ Importing this package registers its configurations and models with the Auto cla
 save of them carry the code that is needed to load it without this package.
 """
 
+from pkgutil import extend_path
+
+
+# in a checkout, where the folders of the subpackages lie beside this one, they are found in the installed package
+__path__ = extend_path(__path__, __name__)
+
 from depthmix.auto import register
 from depthmix.configuration import DepthQwen3Config
 from depthmix.modeling import (

@@ -67,8 +67,14 @@ def ship_remote_code(config_class: type, auto_map: dict[str, str]) -> None:
     def to_json_file(self, json_file_path, use_diff: bool = True):
         path = Path(json_file_path)
         if path.name == CONFIG_NAME and type(self).model_type == config_class.model_type:
-            write_remote_code(path.parent, auto_map)
-            self.auto_map = dict(auto_map)
+            files = write_remote_code(path.parent, auto_map)
+            # what a user has registered, a class derived from one of these, say, stays
+            foreign = {
+                key: value
+                for key, value in (getattr(self, "auto_map", None) or {}).items()
+                if not (isinstance(value, str) and f"{value.split('--')[-1].split('.')[0]}.py" in files)
+            }
+            self.auto_map = {**auto_map, **foreign}
         return original(self, json_file_path, use_diff=use_diff)
 
     to_json_file.ships_remote_code = config_class

@@ -59,6 +59,11 @@ def accepts_both_cache_names(forward: Callable) -> Callable:
     return wrapper
 
 
+def cache_update_keywords(kwargs: dict) -> dict:
+    """What `Cache.update` gets besides keys, values and layer: from 5.24 on, the attention's keywords (to change)."""
+    return {"kwargs": kwargs} if HOST_CACHE_NAME == "cache" else {}
+
+
 @dataclass
 class DepthModelOutputWithPast(BaseModelOutputWithPast):
     """

@@ -5,9 +5,9 @@ Qwen3 with Depth-Attention (arXiv 2606.05014).
 Each layer mixes its value with the values of earlier layers at the same token, and keeps the mixed value in its own
 slot of the ordinary KV cache. A layer needs nothing of the past but its own cache, so every kind of cache works.
 
-The keys and values of the source layers travel outside every module: the model's forward makes one dictionary per
-call, a layer's `__call__` takes its sources from it as flat positional tensors and puts its own contribution in. So
-hooks, activation checkpointing, offloading and FSDP see tensors only; they copy or detach what hides in containers.
+The keys and values of the source layers travel outside every module: the model's forward keeps them for the time of
+one call, hands them to a layer as flat positional tensors and gets the layer's own back as flat outputs. So hooks,
+activation checkpointing, offloading and FSDP see tensors only; they copy or detach what hides in containers.
 """
 
 import functools
@@ -15,7 +15,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import (
@@ -30,8 +31,8 @@ from transformers.models.qwen3.modeling_qwen3 import (
     apply_rotary_pos_emb,
     eager_attention_forward,
 )
-from transformers.utils.generic import can_return_tuple
-from transformers.utils.output_capturing import OutputRecorder
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from depthmix.configuration.configuration_depth_qwen3 import DepthQwen3Config
 from depthmix.kernels.depth_value_mix import depth_value_mix, depth_value_weights
@@ -41,6 +42,7 @@ from .depth_modeling_common import (
     DepthCausalLMForward,
     DepthModelOutputWithPast,
     accepts_both_cache_names,
+    cache_update_keywords,
 )
 
 
@@ -51,6 +53,7 @@ class DepthQwen3Attention(Qwen3Attention):
         super().__init__(config, layer_idx)
         self.key_norm_position = config.key_norm_position
         self.depth_impl = config.depth_impl
+        self.is_depth_source = any(layer_idx in sources for sources in config.depth_sources)
 
     @accepts_both_cache_names
     def forward(
@@ -63,10 +66,10 @@ class DepthQwen3Attention(Qwen3Attention):
         source_values: Sequence[torch.Tensor] = (),
         output_depth_weights: bool = False,
         **kwargs,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor | None, ...]:
         """
-        Returns the output `[B, T, hidden]`, the attention weights, the depth weights (each None if not asked for), and
-        the key and mixed value of these tokens, `[B, Hkv, T, d]`.
+        Returns the output `[B, T, hidden]`, the attention weights and the depth weights (each None if not asked for),
+        and in a source layer also the key and the mixed value of these tokens, `[B, Hkv, T, d]`.
         """
         input_shape = hidden_states.shape[:-1]
         head_shape = (*input_shape, -1, self.head_dim)
@@ -89,7 +92,7 @@ class DepthQwen3Attention(Qwen3Attention):
 
         keys, values = key, value
         if past_key_values is not None:
-            keys, values = past_key_values.update(key, value, self.layer_idx, kwargs=kwargs)
+            keys, values = past_key_values.update(key, value, self.layer_idx, **cache_update_keywords(kwargs))
 
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         attn_output, attn_weights = attention(
@@ -104,13 +107,16 @@ class DepthQwen3Attention(Qwen3Attention):
             **kwargs,
         )
         attn_output = self.o_proj(attn_output.reshape(*input_shape, -1).contiguous())
-        return attn_output, attn_weights, depth_weights, key, value
+        if not self.is_depth_source:
+            return attn_output, attn_weights, depth_weights
+        # an unmixed value is a view of the projection's output, and FSDP2 warns of modules that return views
+        return attn_output, attn_weights, depth_weights, key, value if source_keys else value.clone()
 
 
 class DepthQwen3DecoderLayer(Qwen3DecoderLayer):
     """
-    Qwen3's decoder layer. Besides the hidden states it takes the keys and values of its `depth_sources` as positional
-    tensors (`key_0, value_0, key_1, value_1, …`), and it returns its own key and value where a later layer reads them.
+    Qwen3's decoder layer. After the hidden states it takes the keys and values of its sources as positional tensors
+    (`key_0, value_0, key_1, value_1, …`), and where it is a source itself it returns its own after the hidden states.
     """
 
     def __init__(self, config: DepthQwen3Config, layer_idx: int):
@@ -120,40 +126,6 @@ class DepthQwen3DecoderLayer(Qwen3DecoderLayer):
         self.mlp = Qwen3MLP(config)
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
-        # fixed here, since early exit changes `config.num_hidden_layers` during a call
-        sources = config.depth_sources
-        last_reader = {source: reader for reader, read in enumerate(sources) for source in read}
-        self.layer_idx = layer_idx
-        self.depth_sources = sources[layer_idx]
-        self.is_depth_source = layer_idx in last_reader
-        self.last_read_sources = tuple(i for i in self.depth_sources if last_reader[i] == layer_idx)
-
-    def __call__(
-        self,
-        hidden_states: torch.Tensor,
-        *sources: torch.Tensor,
-        depth_state: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None,
-        **kwargs,
-    ):
-        """Exchanges tensors with `depth_state` (layer index to key and value), outside hooks and checkpointing."""
-        if depth_state is not None:
-            missing = [i for i in self.depth_sources if i not in depth_state]
-            if missing:
-                raise RuntimeError(
-                    f"Layer {self.layer_idx} reads keys and values of layers {missing}, which did not run in this "
-                    "call. Pipeline parallelism and skipping of layers are not supported with depth mixing."
-                )
-            sources = tuple(tensor for i in self.depth_sources for tensor in depth_state[i])
-            for i in self.last_read_sources:
-                del depth_state[i]
-        outputs = super().__call__(hidden_states, *sources, **kwargs)
-        if not self.is_depth_source:
-            return outputs
-        hidden_states, key, value = outputs
-        if depth_state is not None:
-            depth_state[self.layer_idx] = (key, value)
-        return hidden_states
 
     @accepts_both_cache_names
     def forward(
@@ -168,7 +140,7 @@ class DepthQwen3DecoderLayer(Qwen3DecoderLayer):
         **kwargs,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         residual = hidden_states
-        hidden_states, _, _, key, value = self.self_attn(
+        hidden_states, _, _, *key_and_value = self.self_attn(
             hidden_states=self.input_layernorm(hidden_states),
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -181,10 +153,7 @@ class DepthQwen3DecoderLayer(Qwen3DecoderLayer):
         )
         hidden_states = residual + hidden_states
         hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
-        if not self.is_depth_source:
-            return hidden_states
-        # an unmixed value is a view of the projection's output, and FSDP2 warns of modules that return views
-        return hidden_states, key, value if self.depth_sources else value.clone()
+        return (hidden_states, *key_and_value) if key_and_value else hidden_states
 
 
 class DepthQwen3PreTrainedModel(Qwen3PreTrainedModel):
@@ -225,10 +194,14 @@ class DepthQwen3Model(DepthQwen3PreTrainedModel, Qwen3Model):
         self.rotary_emb = Qwen3RotaryEmbedding(config=config)
         self.gradient_checkpointing = False
         self.has_sliding_layers = "sliding_attention" in config.layer_types
+        # fixed here, since early exit changes `config.num_hidden_layers` during a call
+        self.depth_sources = config.depth_sources
+        self.last_reader = {source: reader for reader, read in enumerate(self.depth_sources) for source in read}
         self.post_init()
 
     @accepts_both_cache_names
-    @can_return_tuple
+    @merge_with_config_defaults
+    @capture_outputs
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
@@ -237,24 +210,62 @@ class DepthQwen3Model(DepthQwen3PreTrainedModel, Qwen3Model):
         past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
-        output_depth_weights: bool | None = None,
         **kwargs,
     ) -> DepthModelOutputWithPast:
-        if output_depth_weights is None:
-            output_depth_weights = self.config.output_depth_weights
-        outputs = super().forward(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            output_depth_weights=output_depth_weights,
-            depth_state={},
-            return_dict=True,
-            **{HOST_CACHE_NAME: past_key_values},
-            **kwargs,
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("Give exactly one of input_ids or inputs_embeds.")
+        hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        if position_ids is None:
+            start = 0 if past_key_values is None else past_key_values.get_seq_length()
+            position_ids = (torch.arange(hidden_states.shape[1], device=hidden_states.device) + start).unsqueeze(0)
+
+        masks = attention_mask
+        # `generate` may have made them already
+        if not isinstance(masks, dict):
+            mask_arguments = {
+                "config": self.config,
+                "inputs_embeds": hidden_states,
+                "attention_mask": attention_mask,
+                "position_ids": position_ids,
+                HOST_CACHE_NAME: past_key_values,
+            }
+            masks = {"full_attention": create_causal_mask(**mask_arguments)}
+            if self.has_sliding_layers:
+                masks["sliding_attention"] = create_sliding_window_causal_mask(**mask_arguments)
+        position_embeddings = self.rotary_emb(hidden_states, position_ids)
+        kwargs.setdefault("output_depth_weights", self.config.output_depth_weights)
+
+        keys_and_values: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for i, layer in enumerate(self.layers[: self.config.num_hidden_layers]):
+            outputs = layer(
+                hidden_states,
+                *(tensor for source in self.depth_sources[i] for tensor in keys_and_values[source]),
+                attention_mask=masks[self.config.layer_types[i]],
+                position_embeddings=position_embeddings,
+                position_ids=position_ids,
+                use_cache=use_cache,
+                **{HOST_CACHE_NAME: past_key_values},
+                **kwargs,
+            )
+            for source in self.depth_sources[i]:
+                if self.last_reader[source] == i:
+                    del keys_and_values[source]
+            if i not in self.last_reader:
+                hidden_states = outputs
+            elif isinstance(outputs, tuple):
+                hidden_states, *keys_and_values[i] = outputs
+            else:
+                raise RuntimeError(
+                    f"Layer {i} returned no key and value, which layer {self.last_reader[i]} needs. Replacing or "
+                    "skipping layers and pipeline parallelism are not supported with depth mixing."
+                )
+
+        return DepthModelOutputWithPast(
+            last_hidden_state=self.norm(hidden_states),
+            **{HOST_CACHE_NAME: past_key_values if use_cache else None},
         )
-        return DepthModelOutputWithPast(**outputs)
 
 
 class DepthQwen3ForCausalLM(DepthCausalLMForward, DepthQwen3PreTrainedModel, Qwen3ForCausalLM):
@@ -284,8 +295,8 @@ class DepthQwen3ForSequenceClassification(GenericForSequenceClassification, Dept
 
     @accepts_both_cache_names
     @functools.wraps(GenericForSequenceClassification.forward)
-    def forward(self, *args, output_depth_weights: bool = False, **kwargs):
-        if output_depth_weights:
+    def forward(self, *args, output_depth_weights: bool | None = None, **kwargs):
+        if self.config.output_depth_weights if output_depth_weights is None else output_depth_weights:
             raise ValueError("output_depth_weights=True: a classifier returns no depth weights, but its `model` does.")
         return super().forward(*args, output_depth_weights=False, **kwargs)
 

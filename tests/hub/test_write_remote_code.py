@@ -186,6 +186,24 @@ def test_classes_registered_by_the_user(monkeypatch, build, assert_complete, tmp
         assert (tmp_path / "registered" / file.name).read_bytes() == file.read_bytes()
 
 
+def test_what_the_user_maps_stays(tiny, tmp_path):
+    config = DepthQwen3Config(**tiny)
+    # a head of the user's, a class derived from ours, and an entry of ours as the Hub's loader leaves it
+    config.auto_map = {
+        "AutoModelForTokenClassification": "my_head.MyHead",
+        "AutoModelForCausalLM": "my_model.MyModel",
+        "AutoModel": "some/repo--modeling_depth_qwen3.DepthQwen3Model",
+        "AutoTokenizer": ["my_tokenizer.Slow", None],
+    }
+    config.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == {
+        **AUTO_MAPS["depth_qwen3"],
+        "AutoModelForTokenClassification": "my_head.MyHead",
+        "AutoModelForCausalLM": "my_model.MyModel",
+        "AutoTokenizer": ["my_tokenizer.Slow", None],
+    }
+
+
 def test_command_adds_code(build, assert_complete, tmp_path):
     model = build()
     model.save_pretrained(tmp_path)

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from transformers import PreTrainedModel
 
 
@@ -42,6 +43,21 @@ def test_both_enabling_methods(family, word, use_reentrant, build_awake, token_i
         enable(**{f"{word}_checkpointing_kwargs": {"use_reentrant": use_reentrant}})
     assert model.model.layers[0].gradient_checkpointing
     assert_same_gradients(gradients(model, ids), expected, tolerance=1e-10)
+
+
+@pytest.mark.parametrize("wrapped", [slice(None), slice(0, 1), slice(1, 3)], ids=["all", "first", "middle"])
+@pytest.mark.parametrize("implementation", CheckpointImpl)
+def test_wrapped_layers(family, wrapped, implementation, build_awake, token_ids, gradients, assert_same_gradients):
+    """PyTorch's way, which accelerate takes for `activation_checkpointing` of FSDP: modules around the layers."""
+    model = build_awake(family, **family.densest).double().train()
+    ids = token_ids(2, 12)
+    expected = gradients(model, ids)
+    layers = model.model.layers
+    for i in range(len(layers))[wrapped]:
+        layers[i] = checkpoint_wrapper(layers[i], checkpoint_impl=implementation)
+    found = gradients(model, ids, use_cache=False)
+    found = {name.replace("_checkpoint_wrapped_module.", ""): gradient for name, gradient in found.items()}
+    assert_same_gradients(found, expected, tolerance=1e-10)
 
 
 @BOTH_MODES

@@ -44,6 +44,18 @@ def test_dispatch_to_disk(family, pattern, build_awake, token_ids, logits_of, mi
     assert torch.equal(generate(model, ids), tokens)
 
 
+def test_automatic_device_map(family, build_awake, token_ids, logits_of, tmp_path):
+    model = build_awake(family)
+    model.save_pretrained(tmp_path / "model")
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", device_map="auto", max_memory={"cpu": size // 2}, offload_folder=tmp_path / "offload"
+    )
+    assert set(loaded.hf_device_map.values()) == {"cpu", "disk"}
+    ids = token_ids(2, 9)
+    assert torch.equal(logits_of(loaded, ids), logits_of(model, ids))
+
+
 def test_loading_with_an_offload_folder(
     family, pattern, build_awake, token_ids, logits_of, mixed_device_map, tmp_path
 ):

@@ -70,7 +70,15 @@ class TestWithoutSources:
         ids = token_ids(2, 12)
         mask = torch.ones_like(ids)
         mask[0, :4] = 0
-        for given in ({}, {"attention_mask": mask}, {"labels": ids, "num_items_in_batch": 7}):
+        # packed: only without a cache is it seen, by both
+        packed = {"position_ids": torch.arange(12).remainder(7).expand(2, -1)}
+        for given in (
+            {},
+            {"attention_mask": mask},
+            packed,
+            {**packed, "use_cache": False},
+            {"labels": ids, "num_items_in_batch": 7},
+        ):
             ours, stock = model(ids, **given), twin(ids, **given)
             assert torch.equal(ours.logits, stock.logits)
         assert torch.equal(ours.loss, stock.loss)
@@ -176,7 +184,8 @@ class TestDepthWeights:
         for each in (model, model.model):
             assert len(each(ids).depth_weights) == 4
             assert each(ids, output_depth_weights=False).depth_weights is None
-            assert len(each(ids, output_depth_weights=None).depth_weights) == 4
+            # as for what stock models record
+            assert each(ids, output_depth_weights=None).depth_weights is None
         expected = build().generate(ids, max_new_tokens=4, do_sample=False)
         assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), expected)
 
@@ -256,6 +265,17 @@ class TestSources:
         assert all(one() is None for references in produced.values() for one in references)
         assert outputs.logits.isfinite().all()
 
+    @torch.no_grad()
+    def test_other_layers_hand_on_nothing(self, build, token_ids):
+        """Nor do they hold their key and value for longer than their attention needs."""
+        # with this order of norm and rotation the key norm's output is the key itself
+        model, keys, alive = build(depth_stride=3, key_norm_position="after_rope"), [], []
+        for i, layer in enumerate(model.model.layers):
+            layer.self_attn.k_norm.register_forward_hook(lambda _, __, key: keys.append(weakref.ref(key)))
+            layer.mlp.register_forward_pre_hook(lambda _, __, i=i: alive.append(keys[i]() is not None))
+        model(token_ids(2, 7), use_cache=False)
+        assert alive == [True, False, False, False]
+
     @STRIDES
     def test_gradients_of_every_layer(self, build, token_ids, fields):
         model, ids = build(**fields), token_ids(2, 7)
@@ -299,21 +319,22 @@ class TestSources:
             ((args, kwargs, output),) = calls
             assert len(args) == 7
             assert torch.equal(layer(*args, **kwargs), output)
-            # the reader of no source and source of all, called on its own, gives one tensor
-            assert torch.is_tensor(model.model.layers[0](args[0], **kwargs))
+            # the reader of no source and source of all
+            hidden_states, *key_and_value = model.model.layers[0](args[0], **kwargs)
+            assert hidden_states.shape == args[0].shape and len(key_and_value) == 2
 
     def test_layer_that_did_not_run(self, build, token_ids):
         class Skipped(nn.Module):
-            def forward(self, hidden_states, **kwargs):
+            def forward(self, hidden_states, *sources, **kwargs):
                 return hidden_states
 
         model = build()
         model.model.layers[0] = Skipped()
-        with pytest.raises(RuntimeError, match=r"Layer 1 reads keys and values of layers \[0\], which did not run"):
+        with pytest.raises(RuntimeError, match="Layer 0 returned no key and value, which layer 3 needs"):
             model(token_ids(2, 7))
         model = build()
         model.model.layers[2] = Skipped()
-        with pytest.raises(RuntimeError, match=r"Layer 3 reads keys and values of layers \[2\]"):
+        with pytest.raises(RuntimeError, match="Layer 2 returned no key and value, which layer 3 needs"):
             model(token_ids(2, 7))
         # nobody reads this one
         model = build()

@@ -2,6 +2,7 @@
 """What `pip install` gets: from a wheel, and from a source distribution."""
 
 import configparser
+import os
 import shutil
 import subprocess
 import sys
@@ -87,3 +88,23 @@ def test_wheel_works_without_the_repository(distributions, tmp_path):
     )
     subprocess.run([sys.executable, "-c", code, tmp_path / "installed", tmp_path / "saved"], check=True, cwd=tmp_path)
     assert (tmp_path / "saved" / "modeling_depth_qwen3.py").is_file()
+
+
+def test_wheel_works_in_a_checkout(distributions, tmp_path):
+    """There Python finds the umbrella package in the working folder, and the others only where they are installed."""
+    with zipfile.ZipFile(distributions[0]) as archive:
+        archive.extractall(tmp_path / "installed")
+    # -S: without the editable install of the test environment
+    folders = [str(tmp_path / "installed"), *(path for path in sys.path if path.endswith("-packages"))]
+    code = "import depthmix; print(depthmix.__file__); print(depthmix.modeling.__file__)"
+    run = subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        check=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(folders)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    umbrella, modeling = run.stdout.split()
+    assert Path(umbrella).is_relative_to(ROOT)
+    assert Path(modeling).is_relative_to(tmp_path / "installed")
