@@ -7,10 +7,13 @@ library writes a file only from tensors that are all in memory.
 """
 
 import json
+import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -24,6 +27,8 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 CHUNK_BYTES = 16 * 2**20
+_SIZE = re.compile(r"\s*(\d*\.?\d+)\s*([KMGT]?)B?\s*", re.IGNORECASE)
+_SIZE_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 # only these are weights that a model computes with; anything else comes from a quantised checkpoint
 FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -118,7 +123,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         )
         files = {name: path for name, path in paths.items() if path is not None}
     else:
-        raise ConversionError(_no_safetensors_message(folder))
+        raise ConversionError(no_weights_message(folder, [path.name for path in folder.iterdir()]))
 
     tensors: dict[str, StoredTensor] = {}
     problems = []
@@ -156,10 +161,10 @@ def read_json(path: Path) -> dict:
     Reads a JSON object.
 
     Raises:
-        [`ConversionError`]: if the file holds anything else.
+        [`ConversionError`]: if the file holds anything else, or an object in it has a key twice.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique_keys)
     except ValueError as error:
         raise ConversionError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
@@ -182,15 +187,12 @@ def plan_shards(writes: Sequence[TensorWrite], shard_size: int | str) -> dict[st
         [`ConversionError`]: if the size is not understood.
     """
     by_name = {write.name: write for write in writes}
-    try:
-        split = split_state_dict_into_shards_factory(
-            by_name,
-            get_storage_size=lambda write: write.nbytes,
-            filename_pattern="model{suffix}.safetensors",
-            max_shard_size=shard_size,
-        )
-    except ValueError as error:
-        raise ConversionError(f"shard_size={shard_size!r}: {error}") from error
+    split = split_state_dict_into_shards_factory(
+        by_name,
+        get_storage_size=lambda write: write.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=_parse_shard_size(shard_size),
+    )
     return {file: [by_name[name] for name in names] for file, names in split.filename_to_tensors.items()}
 
 
@@ -225,6 +227,42 @@ def verify_checkpoint(folder: Path, shards: dict[str, list[TensorWrite]]) -> Non
     raise_problems(f"The files written to {folder} differ from the plan", sorted(problems))
 
 
+def no_weights_message(place: Path | str, names: Sequence[str]) -> str:
+    """What to do about a folder or repository that holds these files and no safetensors checkpoint."""
+    pickled = sorted(name for name in names if name.endswith(PICKLE_SUFFIXES))
+    if "adapter_config.json" in names:
+        return (
+            f"{place} holds a PEFT adapter. Merge it into its base model (`merge_and_unload`) and convert the result."
+        )
+    if pickled:
+        return (
+            f"{place} has its weights only in pickled files ({', '.join(pickled[:5])}). These can run code when they "
+            "are opened, so they are not. Get or make a safetensors version of the checkpoint: load it with "
+            "transformers where you trust it, and save it with `save_pretrained`."
+        )
+    return f"{place} has neither {SINGLE_FILE} nor {INDEX_FILE}."
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Builds a JSON object; without it the last of equal keys would win silently."""
+    content: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in content:
+            raise ValueError(f"the key {key!r} occurs twice in one object")
+        content[key] = value
+    return content
+
+
+def _parse_shard_size(size: int | str) -> int:
+    nbytes = size
+    if isinstance(size, str) and (match := _SIZE.fullmatch(size)):
+        # exact, and no number of digits overflows it
+        nbytes = int(Fraction(match[1]) * _SIZE_UNITS[match[2].upper()])
+    if type(nbytes) is not int or nbytes < 1:
+        raise ConversionError(f"shard_size={size!r}: must be a whole number of bytes above 0, or text such as '5GB'.")
+    return nbytes
+
+
 def _allowed_roots(folder: Path) -> list[Path]:
     roots = [folder]
     snapshots, repository = folder.parent, folder.parent.parent
@@ -256,31 +294,15 @@ def _read_header(path: Path) -> list[StoredTensor]:
             pass
         with open(path, "rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(length))
+            header = json.loads(file.read(length), object_pairs_hook=_unique_keys)
     except (SafetensorError, OSError, ValueError, struct.error) as error:
-        raise ConversionError(f"{path} is not a complete safetensors file: {error}") from error
+        raise ConversionError(f"{path} is not a valid safetensors file: {error}") from error
     header.pop("__metadata__", None)
     return [
         StoredTensor(name, path, entry["dtype"], tuple(entry["shape"]), 8 + length + begin, end - begin)
         for name, entry in header.items()
         for begin, end in [entry["data_offsets"]]
     ]
-
-
-def _no_safetensors_message(folder: Path) -> str:
-    names = sorted(path.name for path in folder.iterdir())
-    pickled = [name for name in names if name.endswith(PICKLE_SUFFIXES)]
-    if "adapter_config.json" in names:
-        return (
-            f"{folder} holds a PEFT adapter. Merge it into its base model (`merge_and_unload`) and convert the result."
-        )
-    if pickled:
-        return (
-            f"{folder} has its weights only in pickled files ({', '.join(pickled[:5])}). These can run code when they "
-            "are opened, so they are not. Get or make a safetensors version of the checkpoint: load it with "
-            "transformers where you trust it, and save it with `save_pretrained`."
-        )
-    return f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}."
 
 
 def _write_safetensors(path: Path, writes: Sequence[TensorWrite], bar: tqdm) -> None:

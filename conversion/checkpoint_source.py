@@ -4,10 +4,11 @@
 import os
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import list_repo_files, snapshot_download
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
+from .checkpoint_io import INDEX_FILE, SINGLE_FILE, no_weights_message
 from .errors import ConversionError
 
 
@@ -49,7 +50,7 @@ def locate_checkpoint(source: str | os.PathLike, revision: str | None = None, to
     The folder of a checkpoint, which is downloaded into the Hub's cache if `source` is a Hub id.
 
     Raises:
-        [`ConversionError`]: if there is no such folder, or the Hub cannot deliver the checkpoint.
+        [`ConversionError`]: if there is no such folder, or the Hub cannot deliver a checkpoint in safetensors form.
     """
     folder = Path(source).expanduser()
     if folder.is_dir():
@@ -64,11 +65,14 @@ def locate_checkpoint(source: str | os.PathLike, revision: str | None = None, to
     if not _may_be_hub_id(hub_id):
         raise ConversionError(f"There is no folder {folder}, and this is not the form of a Hub id (`owner/name`).")
     try:
-        return Path(snapshot_download(hub_id, revision=revision, token=token, allow_patterns=list(_DOWNLOADED)))
+        folder = Path(snapshot_download(hub_id, revision=revision, token=token, allow_patterns=list(_DOWNLOADED)))
     except OSError as error:
         raise ConversionError(
             f"There is no local folder {hub_id}, and the Hub did not deliver a checkpoint of that name: {error}"
         ) from error
+    if not any((folder / name).exists() for name in (SINGLE_FILE, INDEX_FILE)):
+        raise ConversionError(no_weights_message(hub_id, _names_in_repo(hub_id, revision, token, folder)))
+    return folder
 
 
 def hub_id_of(source: str | os.PathLike, folder: Path) -> str | None:
@@ -77,6 +81,15 @@ def hub_id_of(source: str | os.PathLike, folder: Path) -> str | None:
     if folder.resolve().parent.name == "snapshots" and repository.name.startswith("models--"):
         return repository.name.removeprefix("models--").replace("--", "/", 1)
     return None if Path(source).expanduser().is_dir() else os.fspath(source)
+
+
+def _names_in_repo(hub_id: str, revision: str | None, token: str | None, folder: Path) -> list[str]:
+    """All files of a repository, or those that the cache has of it."""
+    try:
+        return list_repo_files(hub_id, revision=revision, token=token)
+    # offline, say, which the Hub's client reports in several ways. They only make a message more helpful
+    except Exception:
+        return [path.name for path in folder.glob("*")]
 
 
 def _may_be_hub_id(text: str) -> bool:

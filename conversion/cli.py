@@ -3,8 +3,11 @@
 
 import argparse
 import json
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from depthmix.auto import AUTO_MAPS
@@ -16,16 +19,46 @@ from .errors import ConversionError
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command; exits with 1 and one message if a checkpoint is refused, and with 2 for wrong usage."""
+    """
+    Runs the command; exits with 1 and one message if a checkpoint is refused, with 2 for wrong usage, and with
+    128 + n, cleaned up, for a signal n that ends it.
+    """
     arguments = vars(_make_parser().parse_args(argv))
     run = arguments.pop("run")
     try:
-        print(run(**arguments))
+        with _exit_on_signals():
+            print(run(**arguments))
     except (ConversionError, OSError) as error:
         sys.exit(f"depthmix: error: {error}")
     except KeyboardInterrupt:
         print("depthmix: interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+@contextmanager
+def _exit_on_signals() -> Iterator[None]:
+    """Signals that would end the process at once unwind it instead, so that nothing half-written is left."""
+
+    def leave(number, frame):
+        # a second one must not break off the cleaning up; `timeout` sends two
+        for taken in before:
+            signal.signal(taken, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    # what is ignored, under nohup for example, or handled by the caller stays so
+    before = {number: signal.getsignal(number) for number in numbers}
+    before = {number: handler for number, handler in before.items() if handler is signal.SIG_DFL}
+    # Python handles signals in the main thread only
+    if threading.current_thread() is not threading.main_thread():
+        before = {}
+    try:
+        for number in before:
+            signal.signal(number, leave)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _make_parser() -> argparse.ArgumentParser:

@@ -12,6 +12,7 @@ from depthmix.modeling.modeling_depth_qwen3 import DepthQwen3ForCausalLM
 
 from .conversion_target import AcceptedSource, ConversionTarget, TranslatedConfig
 from .errors import ConversionError
+from .source_layouts import read_switch
 from .weight_maps import QWEN3_TO_DEPTH_QWEN3, RELEASED_LLAMA_TO_DEPTH_QWEN3
 
 
@@ -44,6 +45,7 @@ def from_qwen3(source: dict[str, Any], options: dict[str, Any]) -> TranslatedCon
 
     carried = {key: value for key, value in source.items() if key not in _IDENTITY_KEYS}
     config = _depth_config({**carried, **options})
+    warnings += _window_warnings(config)
     if config.key_norm_position != "before_rope":
         warnings.append(
             f"key_norm_position={config.key_norm_position!r}: Qwen3 weights are trained with 'before_rope'."
@@ -61,14 +63,14 @@ def from_qwen3(source: dict[str, Any], options: dict[str, Any]) -> TranslatedCon
 
 def from_released_depth_attention(source: dict[str, Any], options: dict[str, Any]) -> TranslatedConfig:
     """The stride, the window and the order of key norm and rotation are those that the released code runs with."""
-    mode = source.get("cross_layer_mode")
-    if mode not in (None, "depth_softmax", "depth_attention"):
-        raise ConversionError(
-            f"cross_layer_mode is {mode!r}, an experimental variant that computes something else. Only depth_softmax "
-            "and depth_attention convert."
-        )
+    for key in ("cross_layer_pattern", "cross_layer_mode"):
+        if source.get(key) not in (None, "depth_softmax", "depth_attention"):
+            raise ConversionError(
+                f"{key} is {source[key]!r}, an experimental variant that computes something else. Only depth_softmax "
+                "and depth_attention convert."
+            )
     warnings = []
-    if source.get("recurrent_model") is False:
+    if read_switch(source, "recurrent_model") is False:
         if "depth_stride" not in options:
             raise ConversionError(
                 "recurrent_model is false: the code of that time would have run this checkpoint without mixing, later "
@@ -100,7 +102,7 @@ def _from_llama(
     source: dict[str, Any], options: dict[str, Any], trained: dict[str, Any], warnings: list[str]
 ) -> TranslatedConfig:
     problems = [f"{key} is {source[key]!r}: {why}" for key, why in _LLAMA_REFUSALS.items() if source.get(key)]
-    if source.get("use_qk_norm") is False:
+    if read_switch(source, "use_qk_norm") is False:
         problems.append("use_qk_norm is false: DepthQwen3 always normalises queries and keys")
     if source.get("pretraining_tp") not in (None, 0, 1):
         problems.append(f"pretraining_tp is {source['pretraining_tp']!r}: only 1 computes what DepthQwen3 computes")
@@ -112,12 +114,15 @@ def _from_llama(
     # through the class, since the defaults of absent fields are Llama's and not Qwen3's
     shared = {field.name for field in fields(LlamaConfig)} & {field.name for field in fields(Qwen3Config)}
     carried = {key: value for key, value in stock_config.to_dict().items() if key in shared}
+    as_trained = _depth_config({**carried, **trained})
     config = _depth_config({**carried, **trained, **options})
     changed = {key: value for key, value in options.items() if value != trained[key]}
     warnings += [
         f"{key}={value!r} as asked; the source was trained with {trained[key]!r}." for key, value in changed.items()
     ]
-    if changed:
+    warnings += _window_warnings(config)
+    # not every other value makes a difference: a window without mixing does not
+    if (config.depth_sources, config.key_norm_position) != (as_trained.depth_sources, as_trained.key_norm_position):
         note = f"The converted model computes another function than the source, because of {', '.join(changed)}."
     else:
         note = "The converted model computes what the source computes without a cache and without padding."
@@ -136,6 +141,12 @@ def _aliased(source: dict[str, Any], key: str, older_key: str, default: int) -> 
             f"{key} is {value} but {older_key} is {found[1][1]}; {key} was followed, as the later code does."
         ]
     return value, []
+
+
+def _window_warnings(config: DepthQwen3Config) -> list[str]:
+    if config.depth_stride == 0 and config.depth_window > 0:
+        return [f"depth_window={config.depth_window} has no effect: depth_stride=0 switches the mixing off."]
+    return []
 
 
 def _depth_config(values: dict[str, Any]) -> DepthQwen3Config:

@@ -17,6 +17,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from .checkpoint_io import (
     FLOAT_DTYPES,
     INDEX_FILE,
+    SINGLE_FILE,
     Checkpoint,
     find_file,
     open_checkpoint,
@@ -38,6 +39,9 @@ from .tensor_plan import TensorPlan, plan_tensors
 
 TARGETS: dict[str, ConversionTarget] = {target.name: target for target in (DEPTH_QWEN3,)}
 DTYPES = ("float32", "bfloat16", "float16")
+
+# weights of an earlier upload, which must not stay beside the new ones. `*` would match the files of sub-folders too
+_REPLACED = (SINGLE_FILE, f"model-{'[0-9]' * 5}-of-{'[0-9]' * 5}.safetensors", INDEX_FILE)
 
 
 def convert(
@@ -62,6 +66,8 @@ def convert(
 
     The tensors are copied a few megabytes at a time, so the memory that is needed does not depend on the model. The
     folder appears when everything is written and checked; a failure before that leaves nothing and changes nothing.
+    Only a process that is killed can leave a hidden folder, `.<name>.<hex>.incomplete`, beside `dest`. A process that
+    wants to clean up on SIGTERM has to turn it into an exception, as the `depthmix` command does.
 
     Args:
         source (`str` or `os.PathLike`):
@@ -77,7 +83,7 @@ def convert(
         dtype (`str` or `torch.dtype`, *optional*):
             `"float32"`, `"bfloat16"` or `"float16"`. Left out, every tensor keeps its dtype.
         shard_size (`int` or `str`, *optional*, defaults to `"5GB"`):
-            Most bytes of tensors per file.
+            Most bytes of tensors per file: a number above 0, or text such as `"5GB"`.
         push_to_hub (`str`, *optional*):
             Hub repository that the finished folder is uploaded to. It is created if it is not there.
         revision (`str`, *optional*):
@@ -143,6 +149,7 @@ def convert(
             *card_warnings,
         ],
         dry_run=dry_run,
+        push_to_hub=push_to_hub,
     )
     if dry_run:
         return report
@@ -241,7 +248,9 @@ def _plan_conversion(
     if opened.config.get("quantization_config"):
         raise ConversionError("The checkpoint is quantised (quantization_config). Convert the one it was made from.")
     if unknown := options.keys() - set(target.options):
-        raise ConversionError(f"{target.name} has no option {', '.join(sorted(unknown))}.")
+        raise ConversionError(
+            f"{target.name} has no option {', '.join(sorted(unknown))}. Its options are: {', '.join(target.options)}."
+        )
     accepted = target.sources[layout.name]
     try:
         translated = accepted.translate(opened.config, options)
@@ -320,10 +329,8 @@ def _push(dest: Path, repo_id: str, token: str | None) -> str:
     api = HfApi(token=token)
     try:
         address = api.create_repo(repo_id, exist_ok=True)
-        # shards of an earlier upload would otherwise stay beside the new ones
-        stale = ["*.safetensors", INDEX_FILE]
         api.upload_folder(
-            repo_id=repo_id, folder_path=dest, commit_message="Convert with depthmix", delete_patterns=stale
+            repo_id=repo_id, folder_path=dest, commit_message="Convert with depthmix", delete_patterns=list(_REPLACED)
         )
     except (OSError, HFValidationError) as error:
         raise ConversionError(

@@ -48,16 +48,18 @@ def staged_folder(dest: Path, overwrite: bool) -> Iterator[Path]:
     """
     A new folder beside `dest` that takes its place when the block ends, and is removed when the block raises.
 
-    An older `dest` stays as it is until then, and is replaced only with `overwrite`.
+    An older `dest` stays as it is until then, and is replaced only with `overwrite`. Parents of `dest` that were made
+    for it are removed too when the block raises. A process that is killed cannot remove anything: it may leave the
+    hidden folder, `.<name>.<hex>.incomplete`.
     """
     # the target of a link is replaced, not the link
     dest = dest.resolve()
-    dest.parent.mkdir(parents=True, exist_ok=True)
+    new_parents = [parent for parent in dest.parents if not parent.exists()]
     mark = secrets.token_hex(4)
     staging = dest.with_name(f".{dest.name}.{mark}.incomplete")
     replaced = dest.with_name(f".{dest.name}.{mark}.replaced")
-    staging.mkdir()
     try:
+        staging.mkdir(parents=True)
         yield staging
         if overwrite:
             with suppress(FileNotFoundError):
@@ -68,5 +70,9 @@ def staged_folder(dest: Path, overwrite: bool) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
         if replaced.exists() and not dest.exists():
             replaced.rename(dest)
+        # innermost first; fails from where something else is
+        with suppress(OSError):
+            for parent in new_parents:
+                parent.rmdir()
         raise
     shutil.rmtree(replaced, ignore_errors=True)

@@ -34,8 +34,8 @@ class ConversionReport:
             What needs attention.
         dry_run (`bool`):
             Whether nothing was written.
-        pushed_to (`str`, *optional*):
-            Address of the repository on the Hub.
+        push_to_hub (`str`, *optional*), pushed_to (`str`, *optional*):
+            Repository on the Hub that was asked for, and its address once the result is there.
     """
 
     source: str
@@ -53,6 +53,7 @@ class ConversionReport:
     files: list[str]
     warnings: list[str] = field(default_factory=list)
     dry_run: bool = False
+    push_to_hub: str | None = None
     pushed_to: str | None = None
 
     def __str__(self) -> str:
@@ -71,6 +72,8 @@ class ConversionReport:
         ]
         if self.pushed_to:
             lines.append(f"  pushed:   {self.pushed_to}")
+        elif self.push_to_hub:
+            lines.append(f"  push:     would go to {self.push_to_hub} on the Hub")
         return "\n".join(lines)
 
 

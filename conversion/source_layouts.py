@@ -42,12 +42,25 @@ def recognise_layout(config: dict[str, Any], tensor_names: Collection[str]) -> t
     The layout of a checkpoint and what speaks for it; `UNKNOWN_LAYOUT` if it is none of them.
 
     Raises:
-        [`ConversionError`]: if the config contradicts itself or the tensors.
+        [`ConversionError`]: if the config contradicts itself or the tensors, or a switch in it is not true or false.
     """
     for layout in LAYOUTS:
         if evidence := layout.recognise(config, tensor_names):
             return layout, evidence
     return UNKNOWN_LAYOUT, [f"model_type is {config.get('model_type')!r}"]
+
+
+def read_switch(config: dict[str, Any], key: str) -> bool | None:
+    """
+    A field that turns something on or off; None if it is absent or null.
+
+    Raises:
+        [`ConversionError`]: for any other value, which would otherwise pass for one of the three.
+    """
+    value = config.get(key)
+    if not isinstance(value, bool | None):
+        raise ConversionError(f"{key} is {value!r} in config.json, must be true, false, null or absent.")
+    return value
 
 
 def _model_type(model_type: str) -> RecogniseFn:
@@ -113,7 +126,7 @@ def _released_depth_attention(config, tensor_names):
     if config.get("model_type") != "llama":
         return []
     evidence = []
-    if config.get("use_depth_attention") is True:
+    if read_switch(config, "use_depth_attention"):
         evidence.append("use_depth_attention is true")
     if config.get("cross_layer_pattern") in ("depth_attention", "depth_softmax"):
         evidence.append(f"cross_layer_pattern is {config['cross_layer_pattern']!r}")
@@ -134,7 +147,7 @@ def _released_experiment(config, tensor_names):
 def _released_qk_norm(config, tensor_names):
     if config.get("model_type") != "llama":
         return []
-    evidence = ["use_qk_norm is true"] if config.get("use_qk_norm") is True else []
+    evidence = ["use_qk_norm is true"] if read_switch(config, "use_qk_norm") else []
     # a config without the key decides nothing: the release takes that for true, and stock Llama has no such key
     if any(name.endswith(".self_attn.q_norm.weight") for name in tensor_names):
         evidence.append("tensors named `self_attn.q_norm`")
