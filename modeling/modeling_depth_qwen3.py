@@ -35,7 +35,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from depthmix.configuration.configuration_depth_qwen3 import DepthQwen3Config
-from depthmix.kernels.depth_value_mix import depth_value_mix, depth_value_weights
+from depthmix.kernels.depth_value_mix import check_implementation, depth_value_mix, depth_value_weights
 
 from .depth_modeling_common import (
     HOST_CACHE_NAME,
@@ -52,6 +52,7 @@ class DepthQwen3Attention(Qwen3Attention):
     def __init__(self, config: DepthQwen3Config, layer_idx: int):
         super().__init__(config, layer_idx)
         self.key_norm_position = config.key_norm_position
+        check_implementation(config.depth_impl)
         self.depth_impl = config.depth_impl
         self.is_depth_source = any(layer_idx in sources for sources in config.depth_sources)
 
