@@ -4,7 +4,7 @@
 import os
 from pathlib import Path
 
-from huggingface_hub import list_repo_files, snapshot_download
+from huggingface_hub import model_info, snapshot_download
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
@@ -86,7 +86,7 @@ def hub_id_of(source: str | os.PathLike, folder: Path) -> str | None:
 def _names_in_repo(hub_id: str, revision: str | None, token: str | None, folder: Path) -> list[str]:
     """All files of a repository, or those that the cache has of it."""
     try:
-        return list_repo_files(hub_id, revision=revision, token=token)
+        return [file.rfilename for file in model_info(hub_id, revision=revision, token=token).siblings]
     # offline, say, which the Hub's client reports in several ways. They only make a message more helpful
     except Exception:
         return [path.name for path in folder.glob("*")]

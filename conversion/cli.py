@@ -41,24 +41,22 @@ def _exit_on_signals() -> Iterator[None]:
 
     def leave(number, frame):
         # a second one must not break off the cleaning up; `timeout` sends two
-        for taken in before:
-            signal.signal(taken, signal.SIG_IGN)
+        for other in taken:
+            signal.signal(other, signal.SIG_IGN)
         sys.exit(128 + number)
 
-    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    # what is ignored, under nohup for example, or handled by the caller stays so
-    before = {number: signal.getsignal(number) for number in numbers}
-    before = {number: handler for number, handler in before.items() if handler is signal.SIG_DFL}
-    # Python handles signals in the main thread only
-    if threading.current_thread() is not threading.main_thread():
-        before = {}
+    # python handles signals in the main thread only
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if in_main_thread and hasattr(signal, name)]
+    # what the caller handles, or ignores as nohup does, stays so
+    taken = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
     try:
-        for number in before:
+        for number in taken:
             signal.signal(number, leave)
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _make_parser() -> argparse.ArgumentParser:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HFValidationError, StrictDataclassError
+from huggingface_hub.errors import StrictDataclassError
 from transformers import GenerationConfig, PreTrainedConfig
 
 from .checkpoint_io import (
@@ -227,11 +227,12 @@ class _OpenedSource:
 
 
 def _open_source(folder: Path) -> _OpenedSource:
+    # first, since an adapter has no config.json either
+    checkpoint = open_checkpoint(folder)
     config_path = find_file(folder, "config.json")
     if config_path is None:
         raise ConversionError(f"{folder} has no config.json.")
     config = read_json(config_path)
-    checkpoint = open_checkpoint(folder)
     return _OpenedSource(config, checkpoint, *recognise_layout(config, checkpoint.tensors))
 
 
@@ -332,7 +333,8 @@ def _push(dest: Path, repo_id: str, token: str | None) -> str:
         api.upload_folder(
             repo_id=repo_id, folder_path=dest, commit_message="Convert with depthmix", delete_patterns=list(_REPLACED)
         )
-    except (OSError, HFValidationError) as error:
+    # without a network the errors are those of the Hub client's HTTP library
+    except Exception as error:
         raise ConversionError(
             f"The conversion is complete in {dest}, but pushing to {repo_id} failed: {error}"
         ) from error

@@ -3,6 +3,7 @@
 
 import json
 import pickle
+import re
 import shutil
 import struct
 import subprocess
@@ -86,7 +87,9 @@ def assert_same_tensors_in(path, tensors):
 
 
 class TestShards:
-    @pytest.mark.parametrize(("shard_size", "files"), [("5GB", 1), ("200KB", 4), (100_000, 7), ("1KB", 30)])
+    @pytest.mark.parametrize(
+        ("shard_size", "files"), [("5GB", 1), ("200KB", 4), (" .2 mb", 4), (100_000, 7), ("100000", 7), ("1KB", 30)]
+    )
     def test_resharding(self, shard_size, files, sharded_source, tmp_path):
         convert(sharded_source, tmp_path / "converted", shard_size=shard_size, progress=False)
         written = sorted(path.name for path in (tmp_path / "converted").glob("*.safetensors"))
@@ -108,6 +111,13 @@ class TestShards:
         # what safetensors and transformers make of it
         _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "converted", output_loading_info=True)
         assert not info["missing_keys"] and not info["unexpected_keys"]
+
+    @pytest.mark.parametrize(
+        "shard_size", [0, -1, True, 3.5, None, b"5GB", "0GB", "-5GB", "5 parsecs", "", "GB", "nanGB", "0.0001KB"]
+    )
+    def test_shard_size_is_checked(self, shard_size, qwen3_source, refused):
+        rule = "must be a whole number of bytes above 0, or text such as '5GB'"
+        refused(qwen3_source(), re.escape(f"shard_size={shard_size!r}: {rule}"), shard_size=shard_size)
 
     def test_old_shards_do_not_survive_an_overwrite(self, sharded_source, tmp_path):
         dest = shutil.copytree(sharded_source, tmp_path / "converted")
@@ -267,14 +277,38 @@ class TestDamagedFiles:
     def test_broken_header(self, damage, sharded_source, refused):
         path = sorted(sharded_source.glob("model-*"))[1]
         getattr(self, f"damage_{damage}")(path)
-        refused(sharded_source, rf"{path.name} is not a complete safetensors file")
-        with pytest.raises(ConversionError, match="not a complete safetensors file"):
+        refused(sharded_source, rf"{path.name} is not a valid safetensors file")
+        with pytest.raises(ConversionError, match="not a valid safetensors file"):
             inspect_checkpoint(sharded_source)
 
     @pytest.mark.parametrize("content", ["{", "[1, 2]", '{"weight_map": {}}', '{"weight_map": ["model.safetensors"]}'])
     def test_broken_index(self, content, sharded_source, refused):
         (sharded_source / INDEX).write_text(content)
         refused(sharded_source, rf"{INDEX} (is not valid JSON|must hold)")
+
+    def test_key_twice_in_a_header(self, qwen3_source, refused):
+        key = "model.norm.weight"
+        path = qwen3_source() / "model.safetensors"
+        content = path.read_bytes()
+        (length,) = struct.unpack("<Q", content[:8])
+        entry = json.loads(content[8 : 8 + length])[key]
+        text = f"{{{json.dumps(key)}:{json.dumps(entry)},".encode() + content[9 : 8 + length]
+        path.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
+        assert key in load_file(path), "control: the library accepts it"
+        refused(path.parent, rf"{path} is not a valid safetensors file: the key '{key}' occurs twice")
+
+    @pytest.mark.parametrize(
+        ("name", "key"),
+        [(INDEX, "weight_map"), (INDEX, "model.norm.weight"), ("config.json", "hidden_size"),
+         ("config.json", "rope_theta"), ("tokenizer_config.json", "auto_map")],
+    )  # fmt: skip
+    def test_key_twice_in_a_json_file(self, name, key, sharded_source, refused):
+        (sharded_source / "tokenizer_config.json").write_text('{"auto_map": null}')
+        path = sharded_source / name
+        text = path.read_text()
+        assert text.count(f'"{key}":') == 1
+        path.write_text(text.replace(f'"{key}":', f'"{key}": null, "{key}":'))
+        refused(sharded_source, rf"{name} is not valid JSON: the key '{key}' occurs twice")
 
     @pytest.mark.parametrize("content", ["", "not json", "[]"])
     def test_broken_config(self, content, qwen3_source, refused):
@@ -418,6 +452,8 @@ class TestPickledFiles:
         (source / "model.safetensors").unlink()
         refused(source, "has neither model.safetensors nor model.safetensors.index.json")
         (source / "adapter_config.json").write_text("{}")
+        refused(source, "PEFT adapter")
+        (source / "config.json").unlink()
         refused(source, "PEFT adapter")
 
 

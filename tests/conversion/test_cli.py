@@ -1,8 +1,10 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """The `depthmix` command."""
 
+import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -82,6 +84,51 @@ def test_system_errors_exit_with_1(qwen3_source, tmp_path, fails, monkeypatch):
     source = qwen3_source()
     monkeypatch.setitem(cli.main.__globals__, "convert", full)
     assert "No space left on device" in fails(1, "convert", source, tmp_path / "converted")
+
+
+class TestSignals:
+    @pytest.fixture
+    def running(self, monkeypatch):
+        """`running(action)` runs the command with an action in place of the work."""
+
+        def running(action):
+            monkeypatch.setitem(main.__globals__, "convert", lambda **arguments: action())
+            main(["convert", "source", "dest"])
+
+        return running
+
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+    def test_the_cleaning_up_is_not_broken_off(self, number, running):
+        cleaned = []
+
+        def work():
+            try:
+                signal.raise_signal(number)
+            finally:
+                for other in (signal.SIGTERM, signal.SIGHUP):
+                    signal.raise_signal(other)
+                cleaned.append(True)
+
+        with pytest.raises(SystemExit) as error:
+            running(work)
+        assert (error.value.code, cleaned) == (128 + number, [True])
+        assert signal.getsignal(number) is signal.SIG_DFL
+
+    @pytest.mark.parametrize("handler", [signal.SIG_IGN, lambda number, frame: None])
+    def test_what_the_caller_set_stays(self, handler, running, capsys):
+        before = signal.signal(signal.SIGHUP, handler)
+        try:
+            running(lambda: signal.raise_signal(signal.SIGHUP) or "finished")
+            assert signal.getsignal(signal.SIGHUP) is handler
+        finally:
+            signal.signal(signal.SIGHUP, before)
+        assert capsys.readouterr().out == "finished\n"
+
+    def test_not_in_other_threads(self, running, capsys):
+        thread = threading.Thread(target=running, args=(lambda: "finished",))
+        thread.start()
+        thread.join()
+        assert capsys.readouterr().out == "finished\n"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 """`convert` to depth_qwen3: function, configuration, and what is refused."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Tr
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
 
 from depthmix import DepthQwen3Config, DepthQwen3ForCausalLM
-from depthmix.conversion import ConversionError, convert
+from depthmix.conversion import ConversionError, convert, converter
 
 
 def logits_of(folder, ids, **kwargs):
@@ -367,7 +368,10 @@ class TestReleasedLayout:
         source = released_source(use_depth_attention=True, without=("lm_head_layernorm",))
         assert convert(source, tmp_path / "converted", progress=False).dropped == []
 
-    @pytest.mark.parametrize("keys", [{"use_depth_attention": False}, {}, {"use_qk_norm": ...}])
+    @pytest.mark.parametrize(
+        "keys",
+        [{"use_depth_attention": False}, {"use_depth_attention": None}, {}, {"use_qk_norm": ...}],
+    )
     def test_vanilla_control(self, keys, released_source, tmp_path, exact_stock_layers):
         report = convert(released_source(**keys), tmp_path / "converted", progress=False)
         config = DepthQwen3Config.from_pretrained(tmp_path / "converted")
@@ -377,6 +381,18 @@ class TestReleasedLayout:
             logits = self.load(tmp_path / "converted")(torch.tensor([self.IDS])).logits[0]
         expected = torch.tensor(self.OTHER_SETTINGS["mixing off"][1])
         assert (logits[5, :4] - expected).abs().max() < 1e-6
+
+    def test_a_window_without_mixing_has_no_effect(self, released_source, tmp_path):
+        no_effect = "depth_window=2 has no effect: depth_stride=0 switches the mixing off."
+        control = convert(released_source(), tmp_path / "converted", depth_window=2, dry_run=True)
+        assert no_effect in control.warnings
+        assert "computes what the source computes" in control.function_note
+        source = released_source("mixing", use_depth_attention=True)
+        report = convert(source, tmp_path / "converted", depth_stride=0, depth_window=2, dry_run=True)
+        assert no_effect in report.warnings
+        assert "another function" in report.function_note
+        report = convert(source, tmp_path / "converted", depth_window=2, dry_run=True)
+        assert not any("no effect" in text for text in report.warnings)
 
     def test_switched_off_gate_needs_a_decision(self, released_source, tmp_path):
         source = released_source(**(self.GENERATIONS["legacy names"] | {"recurrent_model": False}))
@@ -389,6 +405,8 @@ class TestReleasedLayout:
         ("keys", "message"),
         [
             ({"cross_layer_mode": "depth_softmax_head0"}, "cross_layer_mode is 'depth_softmax_head0'"),
+            ({"cross_layer_pattern": "dense"}, "cross_layer_pattern is 'dense', an experimental variant"),
+            ({"cross_layer_pattern": "all_attention"}, "cross_layer_pattern is 'all_attention', an experimental"),
             ({"depth_attention_stride": None}, "depth_attention_stride is None"),
             ({"depth_attention_stride": "24"}, "depth_attention_stride is '24'"),
             ({"depth_recent_window": None}, "depth_recent_window is None"),
@@ -397,6 +415,11 @@ class TestReleasedLayout:
             ({"no_residual": True}, "no_residual is True"),
             ({"pretraining_tp": 2}, "pretraining_tp is 2"),
             ({"use_qk_norm": False}, "use_qk_norm is false"),
+            ({"use_qk_norm": 0}, "use_qk_norm is 0 in config.json, must be true, false, null or absent"),
+            ({"use_depth_attention": 1}, "use_depth_attention is 1 in config.json, must be true, false"),
+            ({"use_depth_attention": "true"}, "use_depth_attention is 'true' in config.json, must be true, false"),
+            ({"recurrent_model": 0}, "recurrent_model is 0 in config.json, must be true, false"),
+            ({"tie_word_embeddings": 0}, "'tie_word_embeddings' expected bool, got int \\(value: 0\\)"),
         ],
     )
     def test_what_cannot_be_represented_is_refused(self, keys, message, released_source, tmp_path):
@@ -457,7 +480,6 @@ class TestRefusals:
             ({"depth_window": -1}, "depth_window=-1"),
             ({"key_norm_position": "both"}, "key_norm_position"),
             ({"dtype": "float64"}, "dtype='float64': must be one of float32"),
-            ({"shard_size": "5 parsecs"}, "shard_size='5 parsecs'"),
             ({"revision": "main"}, "revision='main' is for checkpoints on the Hub"),
         ],
     )
@@ -465,6 +487,21 @@ class TestRefusals:
         with pytest.raises(ConversionError, match=message):
             convert(qwen3_source(), tmp_path / "converted", progress=False, **options)
         assert not (tmp_path / "converted").exists()
+
+
+def test_a_window_without_mixing_has_no_effect(qwen3_source, tmp_path):
+    source = qwen3_source()
+    report = convert(source, tmp_path / "converted", depth_stride=0, depth_window=2, dry_run=True)
+    assert report.warnings == ["depth_window=2 has no effect: depth_stride=0 switches the mixing off."]
+    for options in ({"depth_stride": 0}, {"depth_window": 2}, {"depth_stride": 0, "depth_window": 0}):
+        assert convert(source, tmp_path / "converted", dry_run=True, **options).warnings == []
+
+
+def test_an_option_of_another_target_names_the_valid_ones(qwen3_source, tmp_path, monkeypatch):
+    target = replace(converter.TARGETS["depth_qwen3"], options=("depth_stride", "depth_window"))
+    monkeypatch.setitem(converter.TARGETS, "depth_qwen3", target)
+    with pytest.raises(ConversionError, match="no option key_norm_position. Its options are: depth_stride, depth_win"):
+        convert(qwen3_source(), tmp_path / "converted", key_norm_position="before_rope")
 
 
 def test_own_code_of_a_source_is_left_behind(qwen3_source, edit_config, tmp_path):

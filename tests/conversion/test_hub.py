@@ -3,9 +3,11 @@
 
 import json
 import shutil
+from functools import partial
 
 import pytest
-from huggingface_hub import HfApi, ModelCard
+from huggingface_hub import HfApi, ModelCard, ModelInfo, snapshot_download
+from huggingface_hub.utils import filter_repo_objects
 from transformers import AutoModelForCausalLM
 
 from depthmix.conversion import ConversionError, checkpoint_source, convert, inspect_checkpoint
@@ -82,6 +84,59 @@ def test_a_hub_id_is_downloaded_without_code_and_pickles(cached, tmp_path, monke
     assert "base_model: acme/qwen-tiny" in text and "secret" not in text
 
 
+class TestRepositoriesWithoutSafetensors:
+    @pytest.fixture
+    def refused(self, tmp_path, monkeypatch):
+        """`refused(names, cached, message)`: a repository, with a part of its files in the cache, is refused."""
+
+        def refused(names, cached, message):
+            def model_info(repo_id, *, revision, token):
+                assert (repo_id, revision, token) == ("acme/qwen-tiny", "v2", "secret")
+                if names is None:
+                    raise RuntimeError("no network")
+                return ModelInfo(id=repo_id, siblings=[{"rfilename": name} for name in names])
+
+            snapshot = tmp_path / "snapshot"
+            for name in cached:
+                snapshot.mkdir(exist_ok=True)
+                (snapshot / name).write_text("{}")
+            monkeypatch.setattr(checkpoint_source, "snapshot_download", lambda repo_id, **kwargs: str(snapshot))
+            monkeypatch.setattr(checkpoint_source, "model_info", model_info)
+            with pytest.raises(ConversionError, match=message):
+                inspect_checkpoint("acme/qwen-tiny", revision="v2", token="secret")
+
+        return refused
+
+    def test_pickles(self, refused):
+        names = ["README.md", "config.json", "pytorch_model.bin"]
+        refused(names, ["config.json"], r"^acme/qwen-tiny has its weights only in pickled files \(pytorch_model.bin\)")
+
+    def test_adapter(self, refused):
+        # the download fits none of these files, and then there is no folder
+        names = ["adapter_config.json", "adapter_model.safetensors"]
+        refused(names, [], "^acme/qwen-tiny holds a PEFT adapter. Merge it")
+
+    def test_neither(self, refused):
+        refused(["config.json"], ["config.json"], "^acme/qwen-tiny has neither model.safetensors nor")
+
+    def test_offline(self, refused):
+        refused(None, [], "^acme/qwen-tiny has neither model.safetensors nor")
+        refused(None, ["config.json", "pytorch_model.bin"], "only in pickled files")
+
+
+def test_a_cached_hub_id_needs_no_network(cached, tmp_path, monkeypatch):
+    snapshot = cached()
+    repository = snapshot.parent.parent
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
+    monkeypatch.setattr(checkpoint_source, "model_info", lambda *args, **kwargs: pytest.fail("asks the Hub"))
+    monkeypatch.setattr(
+        checkpoint_source, "snapshot_download", partial(snapshot_download, cache_dir=repository.parent)
+    )
+    description = inspect_checkpoint("acme/qwen-tiny")
+    assert (description.source, description.layout) == ("acme/qwen-tiny", "qwen3")
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -128,15 +183,27 @@ class TestPush:
         assert (repo_id, files) == ("acme/depth", report.files)
         assert {"README.md", "config.json", "model.safetensors", "modeling_depth_qwen3.py"} <= set(files)
         # what an earlier upload with other shards left there
-        assert hub["delete_patterns"] == ["*.safetensors", "model.safetensors.index.json"]
+        earlier = ["model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
+        others = [
+            "adapters/adapter_model.safetensors",
+            "adapter_model.safetensors",
+            "sub/model.safetensors",
+            "model-00001-of-00002/x.safetensors",
+            "model-old/model-00001-of-00002.safetensors",
+            "README.md",
+        ]
+        assert list(filter_repo_objects(earlier + others, allow_patterns=hub["delete_patterns"])) == earlier
         assert report.pushed_to == "https://hub/acme/depth" and "https://hub/acme/depth" in str(report)
 
     def test_not_in_a_dry_run(self, hub, qwen3_source, tmp_path):
-        convert(qwen3_source(), tmp_path / "converted", push_to_hub="acme/depth", dry_run=True)
+        report = convert(qwen3_source(), tmp_path / "converted", push_to_hub="acme/depth", dry_run=True)
         assert hub["calls"] == []
+        assert "would go to acme/depth on the Hub" in str(report) and report.pushed_to is None
 
-    def test_a_failure_says_that_the_conversion_is_there(self, hub, qwen3_source, tmp_path):
-        hub["error"] = ConnectionError("no network")
+    # the client's HTTP library has its own base class
+    @pytest.mark.parametrize("error_class", [ConnectionError, type("ConnectError", (Exception,), {})])
+    def test_a_failure_says_that_the_conversion_is_there(self, error_class, hub, qwen3_source, tmp_path):
+        hub["error"] = error_class("no network")
         with pytest.raises(
             ConversionError, match=r"complete in .*converted, but pushing to acme/depth failed: no net"
         ):

@@ -48,9 +48,23 @@ def test_a_failure_leaves_nothing(step, error, qwen3_source, workplace, monkeypa
     monkeypatch.setattr(converter, step, fail_after)
     before = snapshot(source)
     with pytest.raises(type(error)):
-        convert(source, workplace / "converted", progress=False)
+        convert(source, workplace / "new" / "parents" / "converted", progress=False)
     assert os.listdir(workplace) == []
     assert snapshot(source) == before
+
+
+def test_a_failure_leaves_parents_that_others_use(workplace):
+    (workplace / "old").mkdir()
+    with pytest.raises(OSError, match="disk full"), staged_folder(workplace / "old/new/inner/model", overwrite=False):
+        (workplace / "old/new/thesis.txt").write_text("mine")
+        raise OSError("disk full")
+    assert sorted(path.name for path in workplace.rglob("*")) == ["new", "old", "thesis.txt"]
+    with pytest.raises(OSError, match="disk full"), staged_folder(workplace / "empty/model", overwrite=False):
+        raise OSError("disk full")
+    (workplace / "empty").mkdir()
+    with pytest.raises(OSError, match="disk full"), staged_folder(workplace / "empty/model", overwrite=False):
+        raise OSError("disk full")
+    assert (workplace / "empty").is_dir(), "it was there before"
 
 
 def test_a_failure_leaves_the_model_that_was_to_be_overwritten(qwen3_source, workplace, monkeypatch):
@@ -87,7 +101,8 @@ def test_a_destination_that_appears_meanwhile_is_kept(workplace):
     assert os.listdir(workplace / "model") == ["thesis.txt"]
 
 
-def test_an_interrupted_process_leaves_nothing(qwen3_source, workplace):
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signalled_process_leaves_nothing(name, qwen3_source, workplace):
     # one byte at a time, so that the signal meets the writing
     code = (
         "import sys; from depthmix.conversion import checkpoint_io; from depthmix.conversion.cli import main\n"
@@ -100,10 +115,10 @@ def test_an_interrupted_process_leaves_nothing(qwen3_source, workplace):
         while not list(workplace.glob(".converted.*/model.safetensors")) and time.monotonic() < deadline:
             assert process.poll() is None
             time.sleep(0.01)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.Signals[name])
         _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "Traceback" not in errors and "depthmix: interrupted" in errors
+    assert process.returncode == 128 + signal.Signals[name]
+    assert "Traceback" not in errors and ("depthmix: interrupted" in errors) == (name == "SIGINT")
     assert os.listdir(workplace) == []
 
 
