@@ -11,7 +11,7 @@ from depthmix import DepthQwen3Config, DepthQwen3ForCausalLM
 from .harness import Measurement, case, measure, release_memory
 
 
-# the geometry of the Depth-Attention paper's 1.5B and 3B models; batch is that of the train step, of 2048 tokens each
+# 48-layer models of 1.5 and 3 billion parameters, the latter in the shape of the released Depth-Attention weights
 SHARED = {"vocab_size": 50304, "num_hidden_layers": 48, "head_dim": 64, "max_position_embeddings": 131072}
 SIZES = {
     "1.5b": {"hidden_size": 1536, "num_attention_heads": 24, "num_key_value_heads": 6, "intermediate_size": 5184},

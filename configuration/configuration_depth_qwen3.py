@@ -13,8 +13,8 @@ class DepthQwen3Config(Qwen3Config):
     Configuration of [`DepthQwen3Model`]: every field of [`~transformers.Qwen3Config`], and the following.
 
     Layer `l` mixes its value with the values of its source layers: the earlier layers `i` with
-    `i % depth_stride == 0`, and the `depth_window` layers just before it (paper section 3; the released 3B
-    model has 48 layers and a stride of 24).
+    `i % depth_stride == 0`, and the `depth_window` layers just before it (the source selection of the code released
+    with arXiv 2606.05014; its 3B model has 48 layers and a stride of 24).
 
     Args:
         depth_stride (`int`, *optional*):

@@ -22,12 +22,12 @@ AUTO_MAPS = {
 
 def auto_classes(model_type: str) -> dict[str, type]:
     """The classes that `AUTO_MAPS` names for a model type, by the name of their Auto class."""
-    return {
-        auto_class: getattr(import_module(f"depthmix.{module.split('_')[0]}.{module}"), name)
-        for auto_class, (module, name) in (
-            (auto_class, reference.split(".")) for auto_class, reference in AUTO_MAPS[model_type].items()
-        )
-    }
+    classes = {}
+    for auto_class, reference in AUTO_MAPS[model_type].items():
+        module, name = reference.split(".")
+        folder = module.split("_")[0]
+        classes[auto_class] = getattr(import_module(f"depthmix.{folder}.{module}"), name)
+    return classes
 
 
 def register() -> None:
