@@ -34,7 +34,7 @@ clean:
 
 $(VENV)/ready: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python $(PIP_INSTALL) -e ".[test,triton,quality]"
+	$(VENV)/bin/python $(PIP_INSTALL) -e ".[test,quality]"
 	touch $@
 
 # the oldest supported transformers, without Triton; everything else is read from the first environment

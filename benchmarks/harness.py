@@ -56,7 +56,7 @@ class Timing:
 
 
 def measure(steps: list[Callable[[], object]], *, warmup: int = 3, repeats: int = 7) -> list[Timing]:
-    """Times the steps in turn, round after round, so that a drift of the machine meets all of them alike."""
+    """Times the steps in turn, round after round, so that drift of the machine affects them equally."""
     for step in steps:
         for _ in range(warmup):
             step()

@@ -60,12 +60,12 @@ class DepthQwen3Config(Qwen3Config):
     def __post_init__(self, **kwargs):
         # reading a vanilla checkpoint into this class must not leave "qwen3" on the instance
         kwargs.pop("model_type", None)
-        self._resolve_depth_stride()
+        self.depth_stride = self._resolved_depth_stride
         super().__post_init__(**kwargs)
 
-    def _resolve_depth_stride(self):
-        if self.depth_stride is None:
-            self.depth_stride = max(1, self.num_hidden_layers // 2)
+    @property
+    def _resolved_depth_stride(self) -> int:
+        return max(1, self.num_hidden_layers // 2) if self.depth_stride is None else self.depth_stride
 
     def validate_depth_mixing(self):
         """Part of the `@strict` validation, which runs on construction and before saving."""
@@ -91,12 +91,12 @@ class DepthQwen3Config(Qwen3Config):
     def depth_sources(self) -> tuple[tuple[int, ...], ...]:
         """For each layer, the indices of the layers whose keys and values it mixes in, ascending."""
         # fields may have changed since, without validation: `from_pretrained(path, depth_stride=...)` sets them late
-        self._resolve_depth_stride()
         self.validate_depth_mixing()
-        if self.depth_stride == 0:
+        stride = self._resolved_depth_stride
+        if stride == 0:
             return ((),) * self.num_hidden_layers
         return tuple(
-            tuple(i for i in range(layer) if i % self.depth_stride == 0 or i >= layer - self.depth_window)
+            tuple(i for i in range(layer) if i % stride == 0 or i >= layer - self.depth_window)
             for layer in range(self.num_hidden_layers)
         )
 

@@ -16,8 +16,8 @@ from transformers.utils import CONFIG_NAME
 
 
 BUNDLED_FOLDERS = ("configuration", "modeling", "kernels")
-_ACROSS_FOLDERS = re.compile(rf"^(\s*)from depthmix\.(?:{'|'.join(BUNDLED_FOLDERS)})\.(\w+) import ", re.MULTILINE)
-_SIBLING = re.compile(r"^\s*from \.(\w+) import ", re.MULTILINE)
+_ACROSS_FOLDERS = re.compile(rf"^from depthmix\.(?:{'|'.join(BUNDLED_FOLDERS)})\.(\w+) import\b", re.MULTILINE)
+_SIBLING = re.compile(r"^\s*from \.(\w+) import\b", re.MULTILINE)
 _NOT_FLAT = re.compile(r"^\s*(?:from\s+(?:depthmix\b|\.\.|\.\s+import|\.\w+\.)|import\s+depthmix\b).*", re.MULTILINE)
 
 
@@ -34,7 +34,7 @@ def collect_remote_code(auto_map: dict[str, str]) -> dict[str, str]:
         module = pending.pop()
         if f"{module}.py" in files:
             continue
-        code = _ACROSS_FOLDERS.sub(r"\1from .\2 import ", _module_path(module).read_text(encoding="utf-8"))
+        code = _ACROSS_FOLDERS.sub(r"from .\1 import", _module_path(module).read_text(encoding="utf-8"))
         if statement := _NOT_FLAT.search(code):
             raise ImportError(f"{module}.py: `{statement[0].strip()}` cannot be part of a saved model's code.")
         files[f"{module}.py"] = code

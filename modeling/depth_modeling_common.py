@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from transformers.cache_utils import Cache
+from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
@@ -62,6 +63,19 @@ def accepts_both_cache_names(forward: Callable) -> Callable:
 def cache_update_keywords(kwargs: dict) -> dict:
     """What `Cache.update` gets besides keys, values and layer: from 5.24 on, the attention's keywords (to change)."""
     return {"kwargs": kwargs} if HOST_CACHE_NAME == "cache" else {}
+
+
+def refuse_pipeline_parallelism(config: PreTrainedConfig) -> None:
+    """
+    Raises:
+        `ValueError`: if the model is to be split into stages, which the host library does without asking for a plan.
+    """
+    stages = getattr(getattr(config, "distributed_config", None), "pp_size", None)
+    if stages is not None and stages > 1:
+        raise ValueError(
+            f"pp_size={stages}: pipeline parallelism is not supported with depth mixing, since a stage would need "
+            "tensors of earlier stages' layers besides the hidden states."
+        )
 
 
 @dataclass
@@ -120,6 +134,6 @@ class DepthCausalLMForward:
             logits=logits,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
-            depth_weights=outputs.depth_weights,
+            depth_weights=outputs.get("depth_weights"),
             **{HOST_CACHE_NAME: outputs.get(HOST_CACHE_NAME)},
         )

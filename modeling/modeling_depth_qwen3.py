@@ -5,8 +5,8 @@ Qwen3 with Depth-Attention (arXiv 2606.05014).
 Each layer mixes its value with the values of earlier layers at the same token, and keeps the mixed value in its own
 slot of the ordinary KV cache. A layer needs nothing of the past but its own cache, so every kind of cache works.
 
-The keys and values of the source layers travel outside every module: the model's forward keeps them for the time of
-one call, hands them to a layer as flat positional tensors and gets the layer's own back as flat outputs. So hooks,
+The keys and values of the source layers travel outside every module: the model's forward keeps them for one call,
+hands them to a layer as flat positional tensors and gets the layer's own back as flat outputs. So hooks,
 activation checkpointing, offloading and FSDP see tensors only; they copy or detach what hides in containers.
 """
 
@@ -35,7 +35,8 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from depthmix.configuration.configuration_depth_qwen3 import DepthQwen3Config
-from depthmix.kernels.depth_value_mix import check_implementation, depth_value_mix, depth_value_weights
+from depthmix.kernels.depth_value_mix import depth_value_mix, depth_value_weights
+from depthmix.kernels.implementations import check_implementation
 
 from .depth_modeling_common import (
     HOST_CACHE_NAME,
@@ -43,6 +44,7 @@ from .depth_modeling_common import (
     DepthModelOutputWithPast,
     accepts_both_cache_names,
     cache_update_keywords,
+    refuse_pipeline_parallelism,
 )
 
 
@@ -52,7 +54,7 @@ class DepthQwen3Attention(Qwen3Attention):
     def __init__(self, config: DepthQwen3Config, layer_idx: int):
         super().__init__(config, layer_idx)
         self.key_norm_position = config.key_norm_position
-        check_implementation(config.depth_impl)
+        check_implementation(config.depth_impl, "depth_value_mix")
         self.depth_impl = config.depth_impl
         self.is_depth_source = any(layer_idx in sources for sources in config.depth_sources)
 
@@ -179,12 +181,8 @@ class DepthQwen3Model(DepthQwen3PreTrainedModel, Qwen3Model):
     """
 
     def __init__(self, config: DepthQwen3Config):
-        # the host library splits layers into stages without asking for a plan
-        if getattr(getattr(config, "distributed_config", None), "pp_size", 1) > 1 and any(config.depth_sources):
-            raise ValueError(
-                "Pipeline parallelism is not supported with depth mixing: a stage would need the keys and values of "
-                "earlier stages' layers besides the hidden states."
-            )
+        if any(config.depth_sources):
+            refuse_pipeline_parallelism(config)
         # not Qwen3Model's, which would build and initialise stock layers first
         super(Qwen3Model, self).__init__(config)
         self.padding_idx = config.pad_token_id

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from .depth_value_mix_reference import depth_value_mix_reference, depth_value_weights_reference
-
-
-IMPLEMENTATIONS = ("auto", "triton", "reference")
+from .implementations import check_implementation
 
 
 def depth_value_mix(
@@ -51,22 +49,10 @@ def depth_value_mix(
         `RuntimeError`: if `impl="triton"` cannot run.
     """
     _check_depth_entries(query, keys, values)
-    check_implementation(impl)
+    check_implementation(impl, "depth_value_mix")
     if len(keys) == 1:
         return values[-1]
     return depth_value_mix_reference(query, keys, values, scaling=_scaling(query, scaling))
-
-
-def check_implementation(impl: str) -> None:
-    """
-    Raises:
-        `ValueError`: if there is no implementation of that name.
-        `RuntimeError`: if it can run nowhere in this installation.
-    """
-    if impl not in IMPLEMENTATIONS:
-        raise ValueError(f"impl={impl!r}: must be one of {', '.join(IMPLEMENTATIONS)}.")
-    if impl == "triton":
-        raise RuntimeError("impl='triton': this version of depthmix has no Triton kernel for depth_value_mix.")
 
 
 def depth_value_weights(query: Tensor, keys: Sequence[Tensor], *, scaling: float | None = None) -> Tensor:

@@ -166,7 +166,8 @@ def test_stride_as_an_argument_of_loading(tiny, given, stride, tmp_path):
     Qwen3Config(**tiny).save_pretrained(tmp_path)
     config = DepthQwen3Config.from_pretrained(tmp_path, depth_stride=given)
     assert config.depth_sources == DepthQwen3Config(**tiny, depth_stride=stride).depth_sources
-    assert config.depth_stride == stride
+    config.save_pretrained(tmp_path)
+    assert DepthQwen3Config.from_pretrained(tmp_path).depth_stride == stride
 
 
 def test_wrong_stride_as_an_argument_of_loading(tiny, tmp_path):

@@ -1,5 +1,5 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
-"""Numbers of DepthQwen3ForCausalLM: the published vector, and an independent plain model in float64."""
+"""Numbers of DepthQwen3ForCausalLM: fixed numbers of another implementation, and a plain model in float64."""
 
 import math
 
@@ -53,7 +53,7 @@ def plain_logits_of(model, ids, **kwargs):
 
 
 def sine_weights(model):
-    """Every entry a sine of its indices and of the number of its parameter, in the published order."""
+    """Every entry a sine of its indices and of the number of its parameter, in the order of the reference numbers."""
     in_layer = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
     in_layer += ("self_attn.q_norm", "self_attn.k_norm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
     in_layer += ("input_layernorm", "post_attention_layernorm")
@@ -75,7 +75,7 @@ def sine_weights(model):
     return weights
 
 
-class TestPublishedVector:
+class TestReferenceVector:
     IDS = torch.tensor([[1, 5, 3, 7, 2, 9]])
     # logits at positions 0 and 5
     FIRST = "-1.112908 -0.478976 0.380226 1.060602 1.242160 0.839511 0.042027 -0.775224 -1.227874 -1.103036 -0.459423"
