@@ -25,6 +25,8 @@ from .errors import ConversionError, raise_problems
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+# patterns of everything that weights are saved as; `*` would match the files of sub-folders too
+WEIGHT_FILES = (SINGLE_FILE, f"model-{'[0-9]' * 5}-of-{'[0-9]' * 5}.safetensors", INDEX_FILE)
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 CHUNK_BYTES = 16 * 2**20
 _SIZE = re.compile(r"\s*(\d*\.?\d+)\s*([KMGT]?)B?\s*", re.IGNORECASE)
@@ -152,7 +154,10 @@ def find_file(folder: Path, name: str) -> Path | None:
     path = folder / name
     resolved = path.resolve()
     if not any(resolved.is_relative_to(root) for root in _allowed_roots(folder.resolve())):
-        raise ConversionError(f"{path} leads out of the checkpoint folder, to {resolved}. Not opened.")
+        raise ConversionError(
+            f"{path} leads out of the checkpoint folder, to {resolved}, and is not opened. Copy the files into the "
+            "folder, or give the folder that they really are in."
+        )
     return path if resolved.is_file() else None
 
 

@@ -2,27 +2,37 @@
 """From what the user calls a source to a local folder."""
 
 import os
+from collections.abc import Collection, Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from huggingface_hub import model_info, snapshot_download
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from .checkpoint_io import INDEX_FILE, SINGLE_FILE, no_weights_message
+from .checkpoint_io import INDEX_FILE, SINGLE_FILE, WEIGHT_FILES, no_weights_message, read_json
 from .errors import ConversionError
 
 
-# files that belong to a checkpoint besides its weights; code and pickled files never travel
-COMPANION_FILES = (
-    "generation_config.json",
+CONFIG_FILE = "config.json"
+CARD_FILE = "README.md"
+GENERATION_CONFIG_FILE = "generation_config.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+TOKENIZER_FILES = (
     "tokenizer.json",
-    "tokenizer_config.json",
+    TOKENIZER_CONFIG_FILE,
     "tokenizer.model",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
     "vocab.txt",
     "merges.txt",
+)
+CHAT_TEMPLATE_FOLDER = "additional_chat_templates"
+# files that belong to a checkpoint besides its weights; code and pickled files never travel
+COMPANION_FILES = (
+    GENERATION_CONFIG_FILE,
+    *TOKENIZER_FILES,
     "chat_template.jinja",
     "chat_template.json",
     "LICENSE",
@@ -32,11 +42,9 @@ COMPANION_FILES = (
     "NOTICE.md",
     "NOTICE.txt",
 )
-CHAT_TEMPLATE_FOLDER = "additional_chat_templates"
-CARD_FILE = "README.md"
 
 _DOWNLOADED = (
-    "config.json",
+    CONFIG_FILE,
     CARD_FILE,
     "model*.safetensors",
     "model.safetensors.index.json",
@@ -52,6 +60,8 @@ def locate_checkpoint(source: str | os.PathLike, revision: str | None = None, to
     Raises:
         [`ConversionError`]: if there is no such folder, or the Hub cannot deliver a checkpoint in safetensors form.
     """
+    if not os.fspath(source):
+        raise ConversionError("The source is empty: give a folder or a Hub id.")
     folder = Path(source).expanduser()
     if folder.is_dir():
         if revision is not None:
@@ -81,6 +91,39 @@ def hub_id_of(source: str | os.PathLike, folder: Path) -> str | None:
     if folder.resolve().parent.name == "snapshots" and repository.name.startswith("models--"):
         return repository.name.removeprefix("models--").replace("--", "/", 1)
     return None if Path(source).expanduser().is_dir() else os.fspath(source)
+
+
+def list_entries(folder: Path) -> list[str]:
+    """The files of a folder and, with a slash, its sub-folders; of chat templates the files."""
+    names = []
+    for path in sorted(folder.iterdir()):
+        if not path.is_dir():
+            names.append(path.name)
+        elif path.name == CHAT_TEMPLATE_FOLDER:
+            names += [f"{path.name}/{name}" for name in list_entries(path)]
+        else:
+            names.append(f"{path.name}/")
+    return names
+
+
+def foreign_entries(folder: Path, code_files: Collection[str]) -> list[str]:
+    """What lies in a folder and is no part of a saved model, whose code is `code_files` and what its config names."""
+    known = (CONFIG_FILE, CARD_FILE, ".gitattributes", *COMPANION_FILES, *code_files, *_own_code(folder))
+    patterns = (*WEIGHT_FILES, f"{CHAT_TEMPLATE_FOLDER}/*.jinja")
+    return [
+        name
+        for name in list_entries(folder)
+        if name not in known and not any(fnmatchcase(name, pattern) for pattern in patterns)
+    ]
+
+
+def _own_code(folder: Path) -> Iterator[str]:
+    path = folder / CONFIG_FILE
+    auto_map = read_json(path).get("auto_map") if path.is_file() else None
+    # `repository--module.Class`, or a list of such
+    for value in auto_map.values() if isinstance(auto_map, dict) else ():
+        for reference in value if isinstance(value, list) else [value]:
+            yield f"{str(reference).split('--')[-1].split('.')[0]}.py"
 
 
 def _names_in_repo(hub_id: str, revision: str | None, token: str | None, folder: Path) -> list[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from depthmix.auto import AUTO_MAPS
 from depthmix.hub import write_remote_code
+from depthmix.version import __version__
 
 from .checkpoint_io import read_json
 from .converter import DTYPES, TARGETS, convert, inspect_checkpoint
@@ -63,6 +64,7 @@ def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="depthmix", description="Converts checkpoints to models that mix over depth."
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     command = commands.add_parser("convert", help="convert a checkpoint", description="Converts a checkpoint.")
@@ -104,6 +106,8 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def _bundle(directory: Path) -> str:
+    if not directory.is_dir():
+        raise ConversionError(f"{directory} is not a folder. Give the folder that holds a saved model.")
     config_path = directory / "config.json"
     if not config_path.is_file():
         raise ConversionError(f"{directory} has no config.json.")

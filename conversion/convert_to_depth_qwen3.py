@@ -13,7 +13,7 @@ from depthmix.modeling.modeling_depth_qwen3 import DepthQwen3ForCausalLM
 from .conversion_target import AcceptedSource, ConversionTarget, TranslatedConfig
 from .errors import ConversionError
 from .source_layouts import read_switch
-from .weight_maps import QWEN3_TO_DEPTH_QWEN3, RELEASED_LLAMA_TO_DEPTH_QWEN3
+from .weight_maps import QWEN3_BASE_TO_DEPTH_QWEN3, QWEN3_TO_DEPTH_QWEN3, RELEASED_LLAMA_TO_DEPTH_QWEN3
 
 
 OPTIONS = ("depth_stride", "depth_window", "key_norm_position")
@@ -34,7 +34,8 @@ def from_qwen3(source: dict[str, Any], options: dict[str, Any]) -> TranslatedCon
     """Every field is carried; the fields of the mixing come from the options, or are this package's defaults."""
     warnings = []
     architectures = source.get("architectures") or ["Qwen3ForCausalLM"]
-    if "Qwen3ForCausalLM" not in architectures:
+    # stock transformers loads a base model's checkpoint as a causal language model too
+    if not {"Qwen3ForCausalLM", "Qwen3Model"} & set(architectures):
         raise ConversionError(
             f"architectures is {architectures}. Only causal language models (Qwen3ForCausalLM) convert."
         )
@@ -165,11 +166,15 @@ TARGET = ConversionTarget(
     options=OPTIONS,
     sources={
         "qwen3": AcceptedSource(from_qwen3, QWEN3_TO_DEPTH_QWEN3),
+        "qwen3_base": AcceptedSource(from_qwen3, QWEN3_BASE_TO_DEPTH_QWEN3),
         "released_depth_attention": AcceptedSource(from_released_depth_attention, RELEASED_LLAMA_TO_DEPTH_QWEN3),
         "released_qk_norm": AcceptedSource(from_released_qk_norm, RELEASED_LLAMA_TO_DEPTH_QWEN3),
     },
     refusals={
-        "depth_qwen3": "It already is what it would become: load it as it is.",
+        "depth_qwen3": (
+            "It already is what it would become: load it as it is, or with another stride, "
+            "`from_pretrained(path, depth_stride=...)`."
+        ),
         "llama": (
             "It has no q/k norms, and DepthQwen3 normalises queries and keys in every layer, which no choice of norm "
             "weights undoes. Use a Qwen3 checkpoint of that size."

@@ -1,23 +1,29 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """Converts checkpoints to this package's models, and says what a checkpoint is."""
 
+import json
 import math
 import os
+import shlex
 import shutil
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import HfApi
-from huggingface_hub.errors import StrictDataclassError
-from transformers import GenerationConfig, PreTrainedConfig
+from huggingface_hub.errors import HFValidationError, StrictDataclassError
+from huggingface_hub.utils import validate_repo_id
+from transformers import TOKENIZER_MAPPING, GenerationConfig, PreTrainedConfig
+
+from depthmix.auto import AUTO_MAPS
+from depthmix.hub import collect_remote_code
 
 from .checkpoint_io import (
     FLOAT_DTYPES,
     INDEX_FILE,
-    SINGLE_FILE,
+    WEIGHT_FILES,
     Checkpoint,
     find_file,
     open_checkpoint,
@@ -26,22 +32,30 @@ from .checkpoint_io import (
     verify_checkpoint,
     write_checkpoint,
 )
-from .checkpoint_source import CARD_FILE, CHAT_TEMPLATE_FOLDER, COMPANION_FILES, hub_id_of, locate_checkpoint
+from .checkpoint_source import (
+    CARD_FILE,
+    CHAT_TEMPLATE_FOLDER,
+    COMPANION_FILES,
+    CONFIG_FILE,
+    GENERATION_CONFIG_FILE,
+    TOKENIZER_CONFIG_FILE,
+    TOKENIZER_FILES,
+    hub_id_of,
+    list_entries,
+    locate_checkpoint,
+)
 from .conversion_target import ConversionTarget, TranslatedConfig
 from .convert_to_depth_qwen3 import TARGET as DEPTH_QWEN3
 from .errors import ConversionError
 from .model_card import make_model_card, read_card_metadata
 from .output_folder import check_apart, check_destination, staged_folder
 from .reports import CheckpointDescription, ConversionReport, describe_config_changes, describe_dtypes, format_bytes
-from .source_layouts import SourceLayout, recognise_layout
+from .source_layouts import LAYOUTS, SourceLayout, recognise_layout
 from .tensor_plan import TensorPlan, plan_tensors
 
 
 TARGETS: dict[str, ConversionTarget] = {target.name: target for target in (DEPTH_QWEN3,)}
 DTYPES = ("float32", "bfloat16", "float16")
-
-# weights of an earlier upload, which must not stay beside the new ones. `*` would match the files of sub-folders too
-_REPLACED = (SINGLE_FILE, f"model-{'[0-9]' * 5}-of-{'[0-9]' * 5}.safetensors", INDEX_FILE)
 
 
 def convert(
@@ -74,7 +88,7 @@ def convert(
             A folder with config.json and safetensors files, or a Hub id. What is accepted depends on the target:
             for `"depth_qwen3"` these are Qwen3, and the released Depth-Attention weights with their vanilla control.
         dest (`str` or `os.PathLike`):
-            Folder of the result. It must not exist or be empty, unless `overwrite` is set.
+            Folder of the result, not the current one. It must not exist or be empty, unless `overwrite` is set.
         to (`str`, *optional*, defaults to `"depth_qwen3"`):
             Model type of the result.
         depth_stride (`int`, *optional*), depth_window (`int`, *optional*), key_norm_position (`str`, *optional*):
@@ -91,7 +105,7 @@ def convert(
         token (`str`, *optional*):
             Token for the Hub. Left out, the one that is logged in.
         overwrite (`bool`, *optional*, defaults to `False`):
-            Replace a model that is in `dest`, once the new one is complete.
+            Replace a model that is in `dest`, once the new one is complete. Refused if other files are there too.
         dry_run (`bool`, *optional*, defaults to `False`):
             Check everything and write nothing. A source on the Hub is downloaded into the cache all the same.
         progress (`bool`, *optional*, defaults to `True`):
@@ -114,8 +128,12 @@ def convert(
     options = {"depth_stride": depth_stride, "depth_window": depth_window, "key_norm_position": key_norm_position}
     options = {key: value for key, value in options.items() if value is not None}
     dtype_code = _check_dtype(dtype)
+    _check_repo_id(push_to_hub)
+    if not os.fspath(dest):
+        raise ConversionError("The destination is empty: give a folder.")
     dest = Path(dest).expanduser()
-    check_destination(dest, overwrite)
+    code_files = collect_remote_code(AUTO_MAPS[target.name]).keys()
+    check_destination(dest, overwrite, code_files)
     folder = locate_checkpoint(source, revision, token)
     check_apart(dest, folder)
 
@@ -126,6 +144,15 @@ def convert(
         config.dtype = FLOAT_DTYPES[dtype_code]
     shards = plan_shards(plan.writes, shard_size)
     companions = _companion_files(folder)
+    tokenizer_config = read_json(companions[TOKENIZER_CONFIG_FILE]) if TOKENIZER_CONFIG_FILE in companions else {}
+    config_changes = describe_config_changes(translated.stock_config, config)
+    texts = _legacy_generation_config(opened.config, config, companions)
+    if implied := _implied_tokenizer_class(tokenizer_config, translated.stock_config, companions):
+        named = {**tokenizer_config, "tokenizer_class": implied}
+        texts[TOKENIZER_CONFIG_FILE] = json.dumps(named, indent=2, ensure_ascii=False) + "\n"
+        config_changes.append(f"tokenizer_class: {implied!r} (new, in {TOKENIZER_CONFIG_FILE})")
+    index = [INDEX_FILE] if len(shards) > 1 else []
+    read = {*opened.checkpoint.files, INDEX_FILE, CONFIG_FILE, CARD_FILE, *companions}
     card_metadata, card_warnings = read_card_metadata(find_file(folder, CARD_FILE))
     report = ConversionReport(
         source=os.fspath(source),
@@ -133,19 +160,20 @@ def convert(
         evidence=opened.evidence,
         target=target.name,
         destination=dest,
-        config_changes=describe_config_changes(translated.stock_config, config),
+        config_changes=config_changes,
         function_note=translated.function_note,
         kept=plan.kept,
         renamed=plan.renamed,
         dropped=plan.dropped,
         new=plan.new,
         nbytes=sum(write.nbytes for write in plan.writes),
-        files=[*shards, *companions],
+        files=sorted({*shards, *index, *companions, *texts, CONFIG_FILE, CARD_FILE, *code_files}),
+        not_copied=[name for name in list_entries(folder) if name not in read],
         warnings=[
             *opened.checkpoint.warnings,
             *translated.warnings,
             *plan.warnings,
-            *_code_warnings(companions),
+            *_code_warnings(tokenizer_config),
             *card_warnings,
         ],
         dry_run=dry_run,
@@ -161,12 +189,16 @@ def convert(
         for name, path in companions.items():
             (staging / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(path, staging / name)
-        _write_legacy_generation_config(opened.config, config, staging)
+        for name, text in texts.items():
+            (staging / name).write_text(text, encoding="utf-8")
         config.save_pretrained(staging)
         _verify_config(config, staging)
         card = make_model_card(report, target, config.architectures[0], card_metadata, hub_id_of(source, folder))
         (staging / CARD_FILE).write_text(card, encoding="utf-8")
         report.files = sorted(path.relative_to(staging).as_posix() for path in staging.rglob("*") if path.is_file())
+        # writing takes long, and something may have been put there
+        if overwrite:
+            check_destination(dest, overwrite, code_files)
     if push_to_hub is not None:
         report.pushed_to = _push(dest, push_to_hub, token)
     return report
@@ -229,7 +261,7 @@ class _OpenedSource:
 def _open_source(folder: Path) -> _OpenedSource:
     # first, since an adapter has no config.json either
     checkpoint = open_checkpoint(folder)
-    config_path = find_file(folder, "config.json")
+    config_path = find_file(folder, CONFIG_FILE)
     if config_path is None:
         raise ConversionError(f"{folder} has no config.json.")
     config = read_json(config_path)
@@ -241,7 +273,9 @@ def _plan_conversion(
 ) -> tuple[TranslatedConfig, TensorPlan]:
     layout = opened.layout
     if layout.name not in target.sources:
-        reason = target.refusals.get(layout.name, f"Accepted are: {', '.join(target.sources)}.")
+        titles = {known.name: known.title for known in LAYOUTS}
+        accepted = "; ".join(titles[name] for name in target.sources)
+        reason = target.refusals.get(layout.name, f"Accepted are: {accepted}.")
         raise ConversionError(
             f"{opened.checkpoint.folder} is {layout.title} ({'; '.join(opened.evidence)}), which does not convert to "
             f"{target.name}. {reason}"
@@ -257,12 +291,15 @@ def _plan_conversion(
         translated = accepted.translate(opened.config, options)
     except ConversionError:
         raise
-    except (StrictDataclassError, ValueError, TypeError) as error:
+    except StrictDataclassError as error:
+        # the cause is the rule, which names the field and the value
+        raise ConversionError(str(error.__cause__ or error)) from error
+    except (ValueError, TypeError) as error:
         raise ConversionError(f"The configuration is not valid: {error}") from error
     plan = plan_tensors(
         opened.checkpoint, accepted.weight_map, target.model_class, translated.config, target.new_tensors, dtype
     )
-    return translated, plan
+    return replace(translated, function_note=plan.function_note or translated.function_note), plan
 
 
 def _get_target(name: str) -> ConversionTarget:
@@ -281,6 +318,15 @@ def _check_dtype(dtype: str | torch.dtype | None) -> str | None:
     return next(code for code, float_dtype in FLOAT_DTYPES.items() if float_dtype is getattr(torch, name))
 
 
+def _check_repo_id(repo_id: str | None) -> None:
+    if repo_id is None:
+        return
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise ConversionError(f"push_to_hub={repo_id!r}: not the name of a Hub repository. {error}") from error
+
+
 def _companion_files(folder: Path) -> dict[str, Path]:
     templates = sorted(path.name for path in (folder / CHAT_TEMPLATE_FOLDER).glob("*.jinja"))
     names = [*COMPANION_FILES, *(f"{CHAT_TEMPLATE_FOLDER}/{name}" for name in templates)]
@@ -288,9 +334,20 @@ def _companion_files(folder: Path) -> dict[str, Path]:
     return {name: path for name, path in found.items() if path is not None}
 
 
-def _code_warnings(companions: dict[str, Path]) -> list[str]:
-    path = companions.get("tokenizer_config.json")
-    if path is None or "auto_map" not in read_json(path):
+def _implied_tokenizer_class(
+    tokenizer_config: dict[str, Any], stock_config: PreTrainedConfig, companions: dict[str, Path]
+) -> str | None:
+    """The class that transformers takes because of the source's config.json, where the tokenizer's own names none."""
+    if tokenizer_config.get("tokenizer_class") or companions.keys().isdisjoint(TOKENIZER_FILES):
+        return None
+    if named := getattr(stock_config, "tokenizer_class", None):
+        return named
+    by_model_type = TOKENIZER_MAPPING.get(type(stock_config), None)
+    return by_model_type and by_model_type.__name__
+
+
+def _code_warnings(tokenizer_config: dict[str, Any]) -> list[str]:
+    if "auto_map" not in tokenizer_config:
         return []
     return [
         "The tokenizer needs code of its own (auto_map in tokenizer_config.json). Code is not copied: add it yourself."
@@ -306,15 +363,17 @@ def _check_space(dest: Path, nbytes: int) -> None:
         )
 
 
-def _write_legacy_generation_config(source_config: dict[str, Any], config: PreTrainedConfig, folder: Path) -> None:
+def _legacy_generation_config(
+    source_config: dict[str, Any], config: PreTrainedConfig, companions: dict[str, Path]
+) -> dict[str, str]:
     """Old checkpoints keep generation parameters in config.json, from where saving the configuration drops them."""
-    path = folder / "generation_config.json"
-    if path.exists():
-        return
+    if GENERATION_CONFIG_FILE in companions:
+        return {}
     legacy = GenerationConfig.from_model_config(deepcopy(source_config))
-    if legacy.to_diff_dict() != GenerationConfig.from_model_config(config).to_diff_dict():
-        legacy._from_model_config = False
-        legacy.to_json_file(path)
+    if legacy.to_diff_dict() == GenerationConfig.from_model_config(config).to_diff_dict():
+        return {}
+    legacy._from_model_config = False
+    return {GENERATION_CONFIG_FILE: legacy.to_json_string()}
 
 
 def _verify_config(config: PreTrainedConfig, folder: Path) -> None:
@@ -330,12 +389,17 @@ def _push(dest: Path, repo_id: str, token: str | None) -> str:
     api = HfApi(token=token)
     try:
         address = api.create_repo(repo_id, exist_ok=True)
+        # weights of an earlier upload must not stay beside the new ones
         api.upload_folder(
-            repo_id=repo_id, folder_path=dest, commit_message="Convert with depthmix", delete_patterns=list(_REPLACED)
+            repo_id=repo_id,
+            folder_path=dest,
+            commit_message="Convert with depthmix",
+            delete_patterns=list(WEIGHT_FILES),
         )
     # without a network the errors are those of the Hub client's HTTP library
     except Exception as error:
         raise ConversionError(
-            f"The conversion is complete in {dest}, but pushing to {repo_id} failed: {error}"
+            f"The conversion is complete in {dest}, but pushing to {repo_id} failed: {error}\n"
+            f"To upload it later: {shlex.join(['hf', 'upload', repo_id, str(dest)])}"
         ) from error
     return str(address)

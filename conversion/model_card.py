@@ -59,7 +59,7 @@ This is {origin} ({report.source_kind}), converted to `{target.name}` with depth
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("path/or/id", trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained("path/or/id")
+tokenizer = AutoTokenizer.from_pretrained("path/or/id", trust_remote_code=True)
 ```
 
 The code of the model is in this folder. It needs {SUPPORTED_TRANSFORMERS}. After `import depthmix` the code of that

@@ -1,22 +1,28 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """A result that appears under its name only when it is complete."""
 
+import errno
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from .errors import ConversionError
+from .checkpoint_source import foreign_entries
+from .errors import ConversionError, raise_problems
 
 
-def check_destination(dest: Path, overwrite: bool) -> None:
+def check_destination(dest: Path, overwrite: bool, code_files: Collection[str]) -> None:
     """
     Raises:
-        [`ConversionError`]: if something is there that must not be replaced.
+        [`ConversionError`]: if something is there that must not be replaced. Only a saved model may be, with the code
+            that its config names and `code_files`, which the new one writes.
     """
     if not dest.exists():
+        parent = next(parent for parent in dest.resolve().parents if parent.exists())
+        if not parent.is_dir():
+            raise ConversionError(f"{parent} is a file, so there cannot be a folder {dest}.")
         return
     if not dest.is_dir():
         raise ConversionError(f"{dest} exists and is not a folder.")
@@ -24,9 +30,17 @@ def check_destination(dest: Path, overwrite: bool) -> None:
         raise ConversionError(
             f"{dest} is a mount point, which cannot be replaced in one step. Name a folder inside it."
         )
+    if os.path.samefile(dest, os.curdir):
+        raise ConversionError(f"{dest} is the current folder, which cannot be replaced. Name a folder inside it.")
     names = os.listdir(dest)
     if names and not overwrite:
-        raise ConversionError(f"{dest} is not empty. Choose another destination, or pass overwrite to replace it.")
+        raise ConversionError(
+            f"{dest} is not empty. Choose another destination, or pass --overwrite (overwrite=True) to replace it."
+        )
+    raise_problems(
+        f"{dest} holds what is no part of a saved model, so it is not overwritten. Move it away first",
+        foreign_entries(dest, code_files),
+    )
     if names and not any(name == "config.json" or name.endswith(".safetensors") for name in names):
         raise ConversionError(
             f"{dest} does not look like a model's folder, so it is not overwritten. Remove it yourself."
@@ -64,8 +78,12 @@ def staged_folder(dest: Path, overwrite: bool) -> Iterator[Path]:
         if overwrite:
             with suppress(FileNotFoundError):
                 dest.rename(replaced)
-        # fails on a folder that is not empty
-        staging.rename(dest)
+        try:
+            staging.rename(dest)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+            raise ConversionError(f"{dest} was filled by something else meanwhile, and is left as it is.") from error
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         if replaced.exists() and not dest.exists():

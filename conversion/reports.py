@@ -29,7 +29,9 @@ class ConversionReport:
         nbytes (`int`):
             Bytes of all tensors written.
         files (`list` of `str`):
-            Files in the destination, or, in a dry run, the weight files and those that travel along.
+            Files in the destination, or, in a dry run, those that would be.
+        not_copied (`list` of `str`):
+            Files and folders of the source that neither travel nor are converted.
         warnings (`list` of `str`):
             What needs attention.
         dry_run (`bool`):
@@ -51,6 +53,7 @@ class ConversionReport:
     new: list[str]
     nbytes: int
     files: list[str]
+    not_copied: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     dry_run: bool = False
     push_to_hub: str | None = None
@@ -67,6 +70,7 @@ class ConversionReport:
             "  config:",
             *(f"    {change}" for change in self.config_changes),
             f"  files:    {_shorten(self.files)}",
+            *([f"  not copied: {_shorten(self.not_copied)}"] if self.not_copied else []),
             f"  function: {self.function_note}",
             *(f"  warning:  {warning}" for warning in self.warnings),
         ]

@@ -70,14 +70,19 @@ def _model_type(model_type: str) -> RecogniseFn:
     return recognise
 
 
-# released baseline -> its spellings in the config, and what occurs in its tensor names only
+# released baseline -> its title, its spellings in the config, and what occurs in its tensor names only
 _RELEASED_BASELINES = {
     "released_attnres": (
+        "the released AttnRes baseline",
         ("attnres", "block_attnres", "block-attnres", "attention_residual", "attention-residual"),
         "attnres_attn_aggregator.",
     ),
-    "released_denseformer": (("denseformer", "densetransformer"), "densetransformer_dwa."),
-    "released_mhc": (("mhc",), "attn_residual_connector."),
+    "released_denseformer": (
+        "the released DenseFormer baseline",
+        ("denseformer", "densetransformer"),
+        "densetransformer_dwa.",
+    ),
+    "released_mhc": ("the released mHC baseline", ("mhc",), "attn_residual_connector."),
 }
 
 
@@ -86,19 +91,20 @@ def _released_baseline(name: str) -> RecogniseFn:
         if config.get("model_type") != "llama":
             return []
         mode = _baseline_mode(config)
-        by_config = [key for key, (spellings, _) in _RELEASED_BASELINES.items() if mode in spellings]
+        by_config = [key for key, (_, spellings, _) in _RELEASED_BASELINES.items() if mode in spellings]
         by_tensors = [
             key
-            for key, (_, mark) in _RELEASED_BASELINES.items()
+            for key, (*_, mark) in _RELEASED_BASELINES.items()
             if any(mark in tensor_name for tensor_name in tensor_names)
         ]
         if by_config and by_tensors and by_config != by_tensors:
             raise ConversionError(
-                f"config.json says baseline_mode {mode!r}, but the tensors are those of {', '.join(by_tensors)}."
+                f"config.json says baseline_mode {mode!r}, but the tensors are those of "
+                f"{', '.join(_RELEASED_BASELINES[key][0] for key in by_tensors)}."
             )
         evidence = [f"baseline_mode is {mode!r}"] if name in by_config else []
         if name in by_tensors:
-            evidence.append(f"tensors named `{_RELEASED_BASELINES[name][1]}`")
+            evidence.append(f"tensors named `{_RELEASED_BASELINES[name][-1]}`")
         return evidence
 
     return recognise
@@ -158,20 +164,22 @@ def _qwen3_shifted_passes(config, tensor_names):
     return ["use_p2n is true"] if config.get("model_type") == "qwen3" and config.get("use_p2n") else []
 
 
+def _qwen3_base(config, tensor_names):
+    evidence = _model_type("qwen3")(config, tensor_names)
+    return [*evidence, "tensors named without `model.`"] if evidence and "embed_tokens.weight" in tensor_names else []
+
+
 UNKNOWN_LAYOUT = SourceLayout("unknown", "a model that depthmix does not know", lambda config, tensor_names: [])
 
 LAYOUTS = (
     SourceLayout("depth_qwen3", "DepthQwen3 (depthmix)", _model_type("depth_qwen3")),
-    SourceLayout("released_attnres", "the released AttnRes baseline", _released_baseline("released_attnres")),
-    SourceLayout(
-        "released_denseformer", "the released DenseFormer baseline", _released_baseline("released_denseformer")
-    ),
-    SourceLayout("released_mhc", "the released mHC baseline", _released_baseline("released_mhc")),
+    *(SourceLayout(name, title, _released_baseline(name)) for name, (title, *_) in _RELEASED_BASELINES.items()),
     SourceLayout("attention_residuals", "another form of Attention Residuals", _other_attention_residuals),
     SourceLayout("released_depth_attention", "the released Depth-Attention layout", _released_depth_attention),
     SourceLayout("released_experiment", "an experiment of the Depth-Attention code", _released_experiment),
     SourceLayout("released_qk_norm", "the released vanilla control with q/k norm", _released_qk_norm),
     SourceLayout("llama", "Llama", _model_type("llama")),
     SourceLayout("qwen3_p2n", "Qwen3 with several shifted passes (P2N)", _qwen3_shifted_passes),
+    SourceLayout("qwen3_base", "Qwen3 with the tensor names of its base model", _qwen3_base),
     SourceLayout("qwen3", "Qwen3", _model_type("qwen3")),
 )

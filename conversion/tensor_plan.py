@@ -14,7 +14,10 @@ from .weight_maps import WeightMap
 
 @dataclass
 class TensorPlan:
-    """The tensors to write, in the model's order, and how they came about (by target name; dropped by source name)."""
+    """
+    The tensors to write, in the model's order, and how they came about (by target name; dropped by source name).
+    `function_note` is set if the tensors, and not the configuration, decide whether the function stays the same.
+    """
 
     writes: list[TensorWrite] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
@@ -22,6 +25,7 @@ class TensorPlan:
     new: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    function_note: str | None = None
 
 
 def plan_tensors(
@@ -50,6 +54,8 @@ def plan_tensors(
             plan.dropped.append(name)
         elif target_name not in shapes:
             problems.append(f"{name} in {stored.file.name} is not part of this model")
+        elif target_name in sources:
+            problems.append(f"{name} and {sources[target_name].name} are two names of one tensor")
         else:
             sources[target_name] = stored
 
@@ -62,7 +68,13 @@ def plan_tensors(
                 if partner is not None and not same_values(stored, partner):
                     plan.warnings.append(
                         f"{stored.name} differs from {partner.name}, but the config ties them. The config was "
-                        f"followed and {stored.name} was dropped."
+                        f"followed and {stored.name} was dropped, where stock transformers would use it. To keep it, "
+                        "set tie_word_embeddings to false in the source's config.json."
+                    )
+                    plan.function_note = (
+                        "The converted model computes another function than the source in stock transformers, which "
+                        f"would use its separate {stored.name} and not tie it to {partner.name}. Fine-tune it before "
+                        "use, or set tie_word_embeddings to false in the source's config.json and convert again."
                     )
         elif stored is None and name in start_values:
             plan.writes.append(TensorWrite.from_tensor(name, start_values[name]))

@@ -12,9 +12,10 @@ class WeightMap:
 
     Args:
         renames (`tuple` of pairs of `str`):
-            Source and target name. `{layer}` in both stands for the same layer index. Every other name is kept.
+            Source and target name. `{layer}` in both stands for the same layer index, `{rest}` for any text. Every
+            other name is kept.
         dropped (`tuple` of `str`):
-            Source names that the target has no use for. They may be absent.
+            Source names, of the same form, that the target has no use for. They may be absent.
     """
 
     renames: tuple[tuple[str, str], ...] = ()
@@ -22,7 +23,7 @@ class WeightMap:
 
     def to_target(self, name: str) -> str | None:
         """The target's name for a source tensor; None for one that is dropped."""
-        return None if name in self.dropped else _rename(name, self.renames)
+        return None if any(_match(pattern, name) for pattern in self.dropped) else _rename(name, self.renames)
 
     def to_source(self, name: str) -> str:
         """The source's name for a target tensor."""
@@ -31,12 +32,26 @@ class WeightMap:
 
 def _rename(name: str, renames: tuple[tuple[str, str], ...]) -> str:
     for old, new in renames:
-        pattern = re.escape(old).replace(re.escape("{layer}"), r"(?P<layer>\d+)")
-        if match := re.fullmatch(pattern, name):
+        if match := _match(old, name):
             return new.format(**match.groupdict())
     return name
 
 
-QWEN3_TO_DEPTH_QWEN3 = WeightMap()
+def _match(pattern: str, name: str) -> re.Match | None:
+    expression = re.escape(pattern)
+    for placeholder, matched in (("{layer}", r"(?P<layer>\d+)"), ("{rest}", r"(?P<rest>.+)")):
+        expression = expression.replace(re.escape(placeholder), matched)
+    return re.fullmatch(expression, name)
+
+
+# buffers that old versions of transformers saved; they are computed from the config
+_ROTARY_BUFFERS = ("layers.{layer}.self_attn.rotary_emb.inv_freq", "rotary_emb.inv_freq")
+_PREFIXED_ROTARY_BUFFERS = tuple(f"model.{name}" for name in _ROTARY_BUFFERS)
+
+QWEN3_TO_DEPTH_QWEN3 = WeightMap(dropped=_PREFIXED_ROTARY_BUFFERS)
+QWEN3_BASE_TO_DEPTH_QWEN3 = WeightMap(
+    renames=tuple((name, f"model.{name}") for name in ("embed_tokens.{rest}", "layers.{rest}", "norm.{rest}")),
+    dropped=_ROTARY_BUFFERS,
+)
 # the release saves a norm that its forward never applies
-RELEASED_LLAMA_TO_DEPTH_QWEN3 = WeightMap(dropped=("lm_head_layernorm.weight",))
+RELEASED_LLAMA_TO_DEPTH_QWEN3 = WeightMap(dropped=("lm_head_layernorm.weight", *_PREFIXED_ROTARY_BUFFERS))

@@ -121,10 +121,10 @@ class TestShards:
 
     def test_old_shards_do_not_survive_an_overwrite(self, sharded_source, tmp_path):
         dest = shutil.copytree(sharded_source, tmp_path / "converted")
-        (dest / "stale.txt").write_text("stale")
+        (dest / "tokenizer.model").write_text("stale")
         report = convert(sharded_source, dest, overwrite=True, progress=False)
         assert [path.name for path in dest.glob("*.safetensors*")] == ["model.safetensors"]
-        assert not (dest / "stale.txt").exists()
+        assert not (dest / "tokenizer.model").exists()
         assert sorted(path.name for path in tmp_path.iterdir()) == ["converted", "source"]
         assert sorted(path.name for path in dest.iterdir()) == report.files
 
@@ -190,6 +190,15 @@ class TestTensors:
         source = qwen3_source()
         edit_config(source, hidden_size=32)
         refused(source, r"found\):\n(  - .*\n){10}  and \d+ more$")
+
+    def test_two_names_of_one_tensor(self, qwen3_source, refused):
+        source = qwen3_source()
+
+        def edit(tensors):
+            tensors["embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+        self.change(source, edit)
+        refused(source, r"model\.embed_tokens\.weight and embed_tokens\.weight are two names of one tensor")
 
     def test_quantised_dtype_is_refused(self, qwen3_source, refused):
         source = qwen3_source()
@@ -380,7 +389,7 @@ class TestPathsLeadingOutside:
     def test_linked_shard(self, sharded_source, outside, refused_unopened):
         (sharded_source / "link.safetensors").symlink_to(outside)
         self.point_index(sharded_source, "link.safetensors")
-        refused_unopened(r"link\.safetensors leads out of the checkpoint folder")
+        refused_unopened(r"link\.safetensors leads out of the checkpoint folder.* Copy the files into the folder")
 
     @pytest.mark.parametrize("name", ["tokenizer.json", "README.md", "additional_chat_templates/a.jinja"])
     def test_linked_companion(self, name, qwen3_source, tmp_path, opened, refused):

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from depthmix import __version__
 from depthmix.conversion import cli
 from depthmix.conversion.cli import main
 
@@ -65,9 +66,20 @@ def test_overwrite(qwen3_source, tmp_path, capsys, fails):
     source, dest = qwen3_source(), tmp_path / "converted"
     main(["convert", str(source), str(dest)])
     capsys.readouterr()
-    assert "is not empty" in fails(1, "convert", source, dest)
+    assert "pass --overwrite" in fails(1, "convert", source, dest)
     main(["convert", str(source), str(dest), "--overwrite", "--depth-stride", "0"])
     assert '"depth_stride": 0' in (dest / "config.json").read_text()
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert (end.value.code, capsys.readouterr().out) == (0, f"depthmix {__version__}\n")
+
+
+def test_bundle_wants_a_folder(qwen3_source, tmp_path, fails):
+    assert "is not a folder. Give the folder that holds" in fails(1, "bundle", qwen3_source() / "config.json")
+    assert "is not a folder" in fails(1, "bundle", tmp_path / "nowhere")
 
 
 def test_refusals_exit_with_1(released_source, tmp_path, fails):

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
 
 from depthmix import DepthQwen3Config, DepthQwen3ForCausalLM
-from depthmix.conversion import ConversionError, convert, converter
+from depthmix.conversion import ConversionError, convert, converter, inspect_checkpoint
 
 
 def logits_of(folder, ids, **kwargs):
@@ -203,9 +204,18 @@ class TestOutputHead:
     def test_tied_with_another_head_warns_and_follows_the_config(self, qwen3_source, edit_config, tmp_path):
         source = qwen3_source()
         edit_config(source, tie_word_embeddings=True)
-        report = convert(source, tmp_path / "converted", progress=False)
+        stock = AutoModelForCausalLM.from_pretrained(source)
+        assert not torch.equal(stock.lm_head.weight, stock.model.embed_tokens.weight), "control: stock unties them"
+        report = convert(source, tmp_path / "converted", depth_stride=0, progress=False)
         assert report.dropped == ["lm_head.weight"]
-        assert any("lm_head.weight differs from model.embed_tokens.weight" in text for text in report.warnings)
+        (warning,) = report.warnings
+        assert "lm_head.weight differs from model.embed_tokens.weight" in warning
+        assert "stock transformers would use it. To keep it, set tie_word_embeddings to false" in warning
+        card = (tmp_path / "converted" / "README.md").read_text()
+        outcome = inspect_checkpoint(source).conversions["depth_qwen3"]
+        for text in (report.function_note, card, outcome):
+            assert "another function than the source in stock transformers" in text
+            assert "exactly" not in text
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "converted")
         assert torch.equal(model.lm_head.weight, load_file(source / "model.safetensors")["model.embed_tokens.weight"])
 
@@ -233,6 +243,92 @@ class TestOutputHead:
         assert all(torch.equal(tensor, expected[name]) for name, tensor in saved.items())
         again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
         assert (again.lm_head.weight.data_ptr() == again.model.embed_tokens.weight.data_ptr()) == tied
+
+
+class TestNamesOfOlderAndBaseModels:
+    @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3Model"])
+    @pytest.mark.parametrize("tied", [True, False])
+    def test_base_model(self, tied, architecture, qwen3_source, edit_config, tmp_path, token_ids):
+        source = qwen3_source(tie_word_embeddings=tied)
+        edit_config(source, architectures=[architecture])
+        tensors = load_file(source / "model.safetensors")
+        tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+        tensors |= {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+        save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+        report = convert(source, tmp_path / "converted", depth_stride=0, progress=False)
+        assert (len(report.renamed), report.kept) == (46, [] if tied else ["lm_head.weight"])
+        assert report.dropped == ["layers.0.self_attn.rotary_emb.inv_freq"]
+        ids = token_ids(2, 20)
+        assert torch.equal(logits_of(tmp_path / "converted", ids), logits_of(source, ids))
+
+    @pytest.mark.parametrize("layout", ["qwen3", "released"])
+    def test_rotary_buffers_are_dropped(self, layout, qwen3_source, released_source, tmp_path):
+        source = qwen3_source() if layout == "qwen3" else released_source(without=("head_layernorm",))
+        buffers = [f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(4)]
+        buffers.append("model.rotary_emb.inv_freq")
+        tensors = load_file(source / "model.safetensors") | {name: torch.ones(8) for name in buffers}
+        save_file(tensors, source / "model.safetensors")
+        report = convert(source, tmp_path / "converted", progress=False)
+        assert sorted(report.dropped) == buffers
+        assert not set(buffers) & load_file(tmp_path / "converted" / "model.safetensors").keys()
+
+
+class TestTokenizerClass:
+    WORDS = {"<|endoftext|>": 0, "a": 1, "b": 2, "ab": 3, "Ġ": 4, "e": 5, "Ì": 6, "ģ": 7, "Ã": 8, "©": 9}
+
+    def write_tokenizer(self, folder, form):
+        """A byte-level BPE without Qwen's normaliser and special tokens, in one of the forms that sources have."""
+        if form == "vocab.json":
+            (folder / "vocab.json").write_text(json.dumps(self.WORDS))
+            (folder / "merges.txt").write_text("#version: 0.2\na b\n")
+            return
+        tokenizer = Tokenizer(models.BPE(self.WORDS, [("a", "b")]))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+        tokenizer.save(str(folder / "tokenizer.json"))
+        if form == "tokenizer_config.json":
+            (folder / form).write_text('{"model_max_length": 77}')
+
+    @pytest.mark.parametrize("form", ["tokenizer.json", "tokenizer_config.json", "vocab.json"])
+    def test_is_the_one_that_stock_takes(self, form, qwen3_source, tmp_path):
+        source = qwen3_source()
+        self.write_tokenizer(source, form)
+        report = convert(source, tmp_path / "converted", progress=False)
+        assert "tokenizer_class: 'Qwen2Tokenizer' (new, in tokenizer_config.json)" in report.config_changes
+        self.assert_same_tokenizer(source, tmp_path / "converted", "Qwen2Tokenizer")
+
+    def test_is_the_one_that_the_model_config_names(self, released_source, tmp_path):
+        source = released_source(tokenizer_class="Qwen2Tokenizer")
+        self.write_tokenizer(source, "tokenizer.json")
+        convert(source, tmp_path / "converted", progress=False)
+        self.assert_same_tokenizer(source, tmp_path / "converted", "Qwen2Tokenizer")
+
+    @pytest.mark.parametrize("form", ["tokenizer.json", "tokenizer_config.json"])
+    def test_of_released_sources_is_generic(self, form, released_source, tmp_path):
+        source = released_source()
+        self.write_tokenizer(source, form)
+        report = convert(source, tmp_path / "converted", progress=False)
+        assert not any("tokenizer_class" in change for change in report.config_changes)
+        self.assert_same_tokenizer(source, tmp_path / "converted", "TokenizersBackend")
+
+    def test_that_is_named_stays(self, qwen3_source, tmp_path):
+        source = qwen3_source()
+        self.write_tokenizer(source, "tokenizer.json")
+        (source / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+        convert(source, tmp_path / "converted", progress=False)
+        self.assert_same_tokenizer(source, tmp_path / "converted", "TokenizersBackend")
+
+    def test_without_a_tokenizer_there_is_none(self, qwen3_source, tmp_path):
+        source = qwen3_source()
+        (source / "chat_template.jinja").write_text("{{ messages }}")
+        assert "tokenizer_config.json" not in convert(source, tmp_path / "converted", progress=False).files
+
+    def assert_same_tokenizer(self, source, converted, name):
+        expected, loaded = (AutoTokenizer.from_pretrained(folder) for folder in (source, converted))
+        assert type(loaded).__name__ == type(expected).__name__ == name
+        text = "ab a e\u0301<|endoftext|>b"
+        assert loaded(text)["input_ids"] == expected(text)["input_ids"]
+        for token in ("bos_token", "eos_token", "pad_token", "unk_token", "model_max_length"):
+            assert getattr(loaded, token) == getattr(expected, token), token
 
 
 class TestReleasedLayout:
@@ -442,8 +538,8 @@ class TestRefusals:
             ({"residual_baseline": "mhc"}, (), "mHC is not supported by this version"),
             ({"baseline_mode": "mhc", "residual_baseline": "attnres"}, (), "contradicts itself"),
             ({"model_type": "qwen3_attnres"}, (), "Attention Residuals are not supported by this version"),
-            ({"model_type": "gpt2"}, (), "does not know.*Accepted are: qwen3, released_depth_attention"),
-            ({"model_type": ...}, (), "model_type is None.*Accepted are: qwen3"),
+            ({"model_type": "gpt2"}, (), "does not know.*Accepted are: Qwen3; .*the released Depth-Attention layout;"),
+            ({"model_type": ...}, (), "model_type is None.*Accepted are: Qwen3; "),
         ],
     )
     def test_other_layouts(self, keys, without, message, released_source, tmp_path):
@@ -458,7 +554,7 @@ class TestRefusals:
             ({"architectures": ["Qwen3ForSequenceClassification"]}, "Only causal language models"),
             ({"use_p2n": True}, "several times per token"),
             ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
-            ({"num_attention_heads": 3, "head_dim": 16}, "not valid"),
+            ({"num_attention_heads": 3, "head_dim": 16}, "^num_key_value_heads=2: must divide"),
         ],
     )
     def test_qwen3_variants(self, fields, message, qwen3_source, edit_config, tmp_path):
@@ -469,15 +565,15 @@ class TestRefusals:
 
     def test_already_converted(self, qwen3_source, tmp_path):
         convert(qwen3_source(), tmp_path / "converted", progress=False)
-        with pytest.raises(ConversionError, match="already is what it would become"):
+        with pytest.raises(ConversionError, match=r"already is what .*from_pretrained\(path, depth_stride=...\)"):
             convert(tmp_path / "converted", tmp_path / "again", progress=False)
 
     @pytest.mark.parametrize(
         ("options", "message"),
         [
             ({"to": "depth_llama"}, "to='depth_llama': must be one of depth_qwen3"),
-            ({"depth_stride": -1}, "depth_stride=-1"),
-            ({"depth_window": -1}, "depth_window=-1"),
+            ({"depth_stride": -1}, "^depth_stride=-1: must be"),
+            ({"depth_window": -1}, "^depth_window=-1: must be"),
             ({"key_norm_position": "both"}, "key_norm_position"),
             ({"dtype": "float64"}, "dtype='float64': must be one of float32"),
             ({"revision": "main"}, "revision='main' is for checkpoints on the Hub"),

@@ -200,12 +200,21 @@ class TestPush:
         assert hub["calls"] == []
         assert "would go to acme/depth on the Hub" in str(report) and report.pushed_to is None
 
+    @pytest.mark.parametrize("dry_run", [False, True])
+    @pytest.mark.parametrize("repo_id", ["", "a/b/c", "acme/de pth"])
+    def test_the_name_is_checked_first(self, repo_id, dry_run, hub, qwen3_source, tmp_path):
+        with pytest.raises(ConversionError, match=f"push_to_hub='{repo_id}': not the name of a Hub repository"):
+            convert(qwen3_source(), tmp_path / "converted", push_to_hub=repo_id, dry_run=dry_run, progress=False)
+        assert not (tmp_path / "converted").exists() and hub["calls"] == []
+
     # the client's HTTP library has its own base class
     @pytest.mark.parametrize("error_class", [ConnectionError, type("ConnectError", (Exception,), {})])
     def test_a_failure_says_that_the_conversion_is_there(self, error_class, hub, qwen3_source, tmp_path):
         hub["error"] = error_class("no network")
         with pytest.raises(
-            ConversionError, match=r"complete in .*converted, but pushing to acme/depth failed: no net"
+            ConversionError,
+            match=r"complete in .*converted, but pushing to acme/depth failed: no network\n"
+            r".* hf upload acme/depth /.*/converted$",
         ):
             convert(qwen3_source(), tmp_path / "converted", push_to_hub="acme/depth", progress=False)
         assert json.loads((tmp_path / "converted" / "config.json").read_text())["model_type"] == "depth_qwen3"

@@ -59,6 +59,7 @@ def test_text(card_of, tmp_path):
     text = card_of(depth_stride=3).text
     assert "another function than the vanilla checkpoint" in text and "Fine-tune it before use" in text
     assert 'AutoModelForCausalLM.from_pretrained("path/or/id", trust_remote_code=True)' in text
+    assert 'AutoTokenizer.from_pretrained("path/or/id", trust_remote_code=True)' in text
     assert "transformers 5.16.1 to 5.24" in text
     assert "- `depth_stride: 3 (new)`" in text and "47 kept" in text
     assert str(tmp_path) not in text, "paths are nobody's business"
@@ -95,10 +96,12 @@ def test_companions_travel_and_code_does_not(qwen3_source, tmp_path):
     }
     for name in travelling | staying:
         (source / name).parent.mkdir(exist_ok=True)
-        (source / name).write_text(f'{{"content": "{name}"}}')
+        (source / name).write_text(f'{{"content": "{name}", "tokenizer_class": "TokenizersBackend"}}')
     report = convert(source, tmp_path / "converted", progress=False)
     assert travelling <= set(report.files)
     assert not staying & set(report.files)
+    assert report.not_copied == sorted(staying - {"sub/x.json"} | {"sub/"})
+    assert "not copied: .env, LICENSE.py, evil.py" in str(report)
     for name in travelling:
         assert (tmp_path / "converted" / name).read_text() == (source / name).read_text()
     assert report.files == sorted(

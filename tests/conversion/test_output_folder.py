@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -28,7 +29,6 @@ def workplace(tmp_path):
 STEPS = (
     "write_checkpoint",
     "verify_checkpoint",
-    "_write_legacy_generation_config",
     "_verify_config",
     "make_model_card",
 )
@@ -93,7 +93,10 @@ def test_a_failing_rename_brings_the_old_model_back(workplace, monkeypatch):
 
 
 def test_a_destination_that_appears_meanwhile_is_kept(workplace):
-    with pytest.raises(OSError), staged_folder(workplace / "model", overwrite=False) as staging:
+    with (
+        pytest.raises(ConversionError, match="model was filled by something else meanwhile"),
+        staged_folder(workplace / "model", overwrite=False) as staging,
+    ):
         (staging / "config.json").write_text("new")
         (workplace / "model").mkdir()
         (workplace / "model" / "thesis.txt").write_text("mine")
@@ -130,22 +133,49 @@ class TestDestination:
     def test_not_empty(self, qwen3_source, workplace):
         (workplace / "notes.txt").write_text("mine")
         self.refused(qwen3_source(), workplace, "is not empty")
-        self.refused(qwen3_source("other"), workplace, "does not look like a model's folder", overwrite=True)
+        self.refused(qwen3_source("other"), workplace, r"saved model.*\(1 found\):\n  - notes.txt$", overwrite=True)
         assert os.listdir(workplace) == ["notes.txt"]
+        (workplace / "notes.txt").rename(workplace / "README.md")
+        self.refused(qwen3_source("other"), workplace, "does not look like a model's folder", overwrite=True)
+        assert os.listdir(workplace) == ["README.md"]
 
     def test_a_file(self, qwen3_source, workplace):
         (workplace / "model").write_text("mine")
         self.refused(qwen3_source(), workplace / "model", "is not a folder", overwrite=True)
 
+    def test_in_a_file(self, qwen3_source, workplace):
+        (workplace / "file").write_text("mine")
+        self.refused(qwen3_source(), workplace / "file" / "a" / "b", r"/file is a file, so there cannot be a folder")
+
+    @pytest.mark.parametrize("dest", [".", "{}"])
+    @pytest.mark.parametrize("overwrite", [False, True])
+    def test_the_current_folder(self, dest, overwrite, qwen3_source, workplace, monkeypatch):
+        monkeypatch.chdir(workplace)
+        if overwrite:
+            (workplace / "config.json").write_text("{}")
+        self.refused(qwen3_source(), dest.format(workplace), "is the current folder", overwrite=overwrite)
+
+    def test_an_empty_name(self, qwen3_source, workplace, monkeypatch):
+        monkeypatch.chdir(workplace)
+        self.refused(qwen3_source(), "", "The destination is empty")
+        self.refused("", workplace / "model", "The source is empty")
+
     def test_a_mount_point(self, qwen3_source):
         self.refused(qwen3_source(), "/proc", "is a mount point", overwrite=True)
 
-    @pytest.mark.parametrize("relation", [".", "inside", ".."])
-    def test_not_apart_from_the_source(self, relation, qwen3_source):
+    @pytest.mark.parametrize(
+        ("relation", "message"),
+        [
+            (".", "must be separate folders"),
+            ("inside", "must be separate folders"),
+            ("..", "no part of .*\n  - source/"),
+        ],
+    )
+    def test_not_apart_from_the_source(self, relation, message, qwen3_source):
         source = qwen3_source("models/source")
         (source.parent / "config.json").write_text("{}")
         before = snapshot(source.parent)
-        self.refused(source, source / relation, "must be separate folders", overwrite=True)
+        self.refused(source, source / relation, message, overwrite=True)
         assert snapshot(source.parent) == before
 
     def test_a_link_to_the_source(self, qwen3_source, workplace):
@@ -177,8 +207,62 @@ class TestDestination:
         (workplace / "fresh").mkdir()
         assert dest.stat().st_mode == (workplace / "fresh").stat().st_mode
 
-    def test_dry_run_writes_nothing(self, qwen3_source, workplace):
-        report = convert(qwen3_source(), workplace / "a" / "converted", dry_run=True)
+    @pytest.mark.parametrize("shard_size", ["5GB", "100KB"])
+    def test_dry_run_writes_nothing_and_lists_what_would_be(self, shard_size, qwen3_source, edit_config, workplace):
+        source = qwen3_source()
+        # these two files are written and not copied
+        (source / "generation_config.json").unlink()
+        edit_config(source, temperature=0.5)
+        (source / "vocab.json").write_text("{}")
+        plan = convert(source, workplace / "a" / "converted", dry_run=True, shard_size=shard_size)
         assert os.listdir(workplace) == []
-        assert str(report).startswith("Plan (nothing written)")
-        assert report.files == ["model.safetensors", "generation_config.json"]
+        assert str(plan).startswith("Plan (nothing written)")
+        report = convert(source, workplace / "a" / "converted", progress=False, shard_size=shard_size)
+        assert plan.files == report.files
+        assert {"generation_config.json", "tokenizer_config.json", "modeling_depth_qwen3.py"} < set(plan.files)
+
+
+class TestOverwriting:
+    FOREIGN = (".git/", "additional_chat_templates/notes.md", "checkpoint-500/", "helpers.py", "thesis.tex")
+
+    def put(self, folder, names):
+        for name in names:
+            path = folder / name / "inside" if name.endswith("/") else folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("mine")
+
+    def test_other_files_are_refused_and_named(self, qwen3_source, workplace):
+        source = qwen3_source()
+        convert(source, workplace / "model", progress=False)
+        self.put(workplace / "model", self.FOREIGN)
+        before = snapshot(workplace)
+        with pytest.raises(ConversionError) as error:
+            convert(source, workplace / "model", overwrite=True, progress=False)
+        assert str(error.value).splitlines()[1:] == [f"  - {name}" for name in self.FOREIGN]
+        assert "holds what is no part of a saved model" in str(error.value)
+        assert snapshot(workplace) == before
+
+    def test_a_saved_model_may_go(self, qwen3_source, edit_config, workplace):
+        source = qwen3_source(shard_size="100KB")
+        shutil.copytree(source, workplace / "model")
+        auto_map = {"AutoModel": "modeling_mine.Mine", "AutoTokenizer": ["acme/repo--tokenization_mine.Mine", None]}
+        edit_config(workplace / "model", auto_map=auto_map)
+        own = ("modeling_mine.py", "tokenization_mine.py", "depth_modeling_common.py")
+        self.put(workplace / "model", (*own, ".gitattributes", "additional_chat_templates/a.jinja", "LICENSE"))
+        report = convert(source, workplace / "model", overwrite=True, progress=False)
+        assert sorted(path.name for path in (workplace / "model").iterdir()) == report.files
+
+    def test_what_appears_meanwhile_is_kept(self, qwen3_source, workplace, monkeypatch):
+        source = qwen3_source()
+        shutil.copytree(source, workplace / "model")
+        original = converter.make_model_card
+
+        def make_model_card(*args):
+            self.put(workplace / "model", ["thesis.tex"])
+            return original(*args)
+
+        monkeypatch.setattr(converter, "make_model_card", make_model_card)
+        with pytest.raises(ConversionError, match="thesis.tex"):
+            convert(source, workplace / "model", overwrite=True, progress=False)
+        assert os.listdir(workplace) == ["model"]
+        assert snapshot(workplace / "model").keys() - snapshot(source).keys() == {Path("thesis.tex")}

@@ -15,6 +15,7 @@ NORMS = ("model.layers.0.self_attn.q_norm.weight", "model.layers.0.self_attn.k_n
     [
         ({"model_type": "depth_qwen3"}, NORMS, "depth_qwen3"),
         ({"model_type": "qwen3"}, NORMS, "qwen3"),
+        ({"model_type": "qwen3"}, ("embed_tokens.weight", "norm.weight"), "qwen3_base"),
         ({"model_type": "qwen3", "use_p2n": True}, NORMS, "qwen3_p2n"),
         ({"model_type": "llama"}, (), "llama"),
         ({"model_type": "llama", "use_qk_norm": False}, (), "llama"),
@@ -58,7 +59,9 @@ def test_names_are_unique():
 
 
 def test_config_and_tensors_contradict_each_other():
-    with pytest.raises(ConversionError, match="baseline_mode 'attnres', but the tensors are those of released_mhc"):
+    with pytest.raises(
+        ConversionError, match="baseline_mode 'attnres', but the tensors are those of the released mHC"
+    ):
         recognise_layout(
             {"model_type": "llama", "baseline_mode": "attnres"}, ["model.layers.0.attn_residual_connector.alpha_pre"]
         )
@@ -80,7 +83,7 @@ def test_inspect_released(released_source):
     ("keys", "kind", "reason"),
     [
         ({"baseline_mode": "mhc"}, "the released mHC baseline", "mHC is not supported by this version"),
-        ({"model_type": "gpt2"}, "a model that depthmix does not know", "Accepted are: qwen3"),
+        ({"model_type": "gpt2"}, "a model that depthmix does not know", "Accepted are: Qwen3; "),
         ({"use_depth_attention": True, "mlp_bias": True}, "the released Depth-Attention layout", "mlp_bias is True"),
         ({"use_depth_attention": True, "hidden_size": 16}, "the released Depth-Attention layout", "has shape"),
     ],
