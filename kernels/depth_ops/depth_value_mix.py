@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from .depth_implementations import check_implementation
 from .depth_value_mix_reference import depth_value_mix_reference, depth_value_weights_reference
-from .implementations import check_implementation
 
 
 def depth_value_mix(
