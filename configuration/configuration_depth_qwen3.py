@@ -20,7 +20,7 @@ class DepthQwen3Config(Qwen3Config):
         depth_stride (`int`, *optional*):
             Distance between source layers. 1 makes every earlier layer a source, 0 switches the mixing off (the
             model is then plain Qwen3, also where `depth_window` is set). `None` stands for half the number of layers
-            and is replaced by that number.
+            and is replaced by that number on construction.
         depth_window (`int`, *optional*, defaults to 0):
             How many of the most recent layers are sources besides those of the stride.
         key_norm_position (`str`, *optional*, defaults to `"before_rope"`):
@@ -29,8 +29,8 @@ class DepthQwen3Config(Qwen3Config):
         num_loops (`int`, *optional*, defaults to 1):
             How many times the stack of layers runs. Only 1 is supported by this version.
         depth_impl (`str`, *optional*, defaults to `"auto"`):
-            Implementation of the mixing: `"triton"`, `"reference"` (pure PyTorch) or `"auto"`. See
-            [`~depthmix.kernels.depth_value_mix`].
+            Implementation of the mixing: `"triton"` (there is none in this version, so the model refuses it),
+            `"reference"` (pure PyTorch) or `"auto"`. See [`~depthmix.kernels.depth_value_mix`].
         output_depth_weights (`bool`, *optional*, defaults to `False`):
             Whether the model returns the weights of the mixing by default.
 

@@ -50,6 +50,16 @@ def write_remote_code(directory: str | Path, auto_map: dict[str, str]) -> list[s
     return list(files)
 
 
+def foreign_entries(saved: dict | None, auto_map: dict[str, str]) -> dict:
+    """The entries of a saved `auto_map` that name no module of this package: what a user has registered."""
+    modules = {name.removesuffix(".py") for name in collect_remote_code(auto_map)}
+    return {
+        auto_class: reference
+        for auto_class, reference in (saved or {}).items()
+        if not (isinstance(reference, str) and reference.split("--")[-1].split(".")[0] in modules)
+    }
+
+
 def ship_remote_code(config_class: type, auto_map: dict[str, str]) -> None:
     """
     Makes every save of a configuration as `config.json` write `auto_map` and the code beside it.
@@ -62,19 +72,21 @@ def ship_remote_code(config_class: type, auto_map: dict[str, str]) -> None:
     original = config_class.to_json_file
     if getattr(original, "ships_remote_code", None) is config_class:
         return
+    # a configuration that derives from another family's has that family's hook
+    while hasattr(original, "ships_remote_code"):
+        original = original.__wrapped__
 
     @functools.wraps(original)
     def to_json_file(self, json_file_path, use_diff: bool = True):
         path = Path(json_file_path)
-        if path.name == CONFIG_NAME and type(self).model_type == config_class.model_type:
-            files = write_remote_code(path.parent, auto_map)
-            # what a user has registered, a class derived from one of these, say, stays
-            foreign = {
-                key: value
-                for key, value in (getattr(self, "auto_map", None) or {}).items()
-                if not (isinstance(value, str) and f"{value.split('--')[-1].split('.')[0]}.py" in files)
-            }
-            self.auto_map = {**auto_map, **foreign}
+        if path.name == CONFIG_NAME:
+            foreign = foreign_entries(getattr(self, "auto_map", None), auto_map)
+            if type(self).model_type == config_class.model_type:
+                write_remote_code(path.parent, auto_map)
+                self.auto_map = auto_map | foreign
+            elif hasattr(self, "auto_map"):
+                # taken over from a model of this package
+                self.auto_map = foreign
         return original(self, json_file_path, use_diff=use_diff)
 
     to_json_file.ships_remote_code = config_class

@@ -251,15 +251,16 @@ class DepthQwen3Model(DepthQwen3PreTrainedModel, Qwen3Model):
             for source in self.depth_sources[i]:
                 if self.last_reader[source] == i:
                     del keys_and_values[source]
-            if i not in self.last_reader:
-                hidden_states = outputs
-            elif isinstance(outputs, tuple):
-                hidden_states, *keys_and_values[i] = outputs
-            else:
+            if isinstance(outputs, tuple) != (i in self.last_reader):
                 raise RuntimeError(
-                    f"Layer {i} returned no key and value, which layer {self.last_reader[i]} needs. Replacing or "
+                    f"Layer {i} is not the one that the model was built with: it "
+                    f"{'returned no' if i in self.last_reader else 'must not return its'} key and value. Replacing or "
                     "skipping layers and pipeline parallelism are not supported with depth mixing."
                 )
+            if i in self.last_reader:
+                hidden_states, *keys_and_values[i] = outputs
+            else:
+                hidden_states = outputs
 
         return DepthModelOutputWithPast(
             last_hidden_state=self.norm(hidden_states),
@@ -296,7 +297,10 @@ class DepthQwen3ForSequenceClassification(GenericForSequenceClassification, Dept
     @functools.wraps(GenericForSequenceClassification.forward)
     def forward(self, *args, output_depth_weights: bool | None = None, **kwargs):
         if self.config.output_depth_weights if output_depth_weights is None else output_depth_weights:
-            raise ValueError("output_depth_weights=True: a classifier returns no depth weights, but its `model` does.")
+            raise ValueError(
+                "output_depth_weights=True, by argument or in the configuration: a classifier returns no depth "
+                "weights, but its `model` does."
+            )
         return super().forward(*args, output_depth_weights=False, **kwargs)
 
 

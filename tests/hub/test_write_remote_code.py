@@ -202,6 +202,25 @@ def test_what_the_user_maps_stays(tiny, tmp_path):
     }
 
 
+def test_subclass_drops_what_it_took_over(tiny, tmp_path):
+    DepthQwen3Config(**tiny).save_pretrained(tmp_path / "ours")
+    config = OtherTypeConfig.from_pretrained(tmp_path / "ours")
+    config.auto_map["AutoModel"] = "my_model.MyModel"
+    config.save_pretrained(tmp_path / "theirs")
+    saved = json.loads((tmp_path / "theirs/config.json").read_text())
+    assert saved["auto_map"] == {"AutoModel": "my_model.MyModel"}
+    assert [file.name for file in (tmp_path / "theirs").iterdir()] == ["config.json"]
+
+
+def test_command_keeps_what_the_user_maps(tiny, tmp_path, capsys):
+    config = DepthQwen3Config(**tiny)
+    config.auto_map = {"AutoModelForCausalLM": "my_model.MyModel"}
+    config.save_pretrained(tmp_path)
+    saved = (tmp_path / "config.json").read_bytes()
+    main(["bundle", str(tmp_path)])
+    assert (tmp_path / "config.json").read_bytes() == saved
+
+
 def test_command_adds_code(build, assert_complete, tmp_path):
     model = build()
     model.save_pretrained(tmp_path)

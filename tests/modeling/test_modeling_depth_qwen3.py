@@ -330,11 +330,16 @@ class TestSources:
 
         model = build()
         model.model.layers[0] = Skipped()
-        with pytest.raises(RuntimeError, match="Layer 0 returned no key and value, which layer 3 needs"):
+        with pytest.raises(RuntimeError, match="Layer 0 is not the one .* returned no key and value"):
             model(token_ids(2, 7))
         model = build()
         model.model.layers[2] = Skipped()
-        with pytest.raises(RuntimeError, match="Layer 2 returned no key and value, which layer 3 needs"):
+        with pytest.raises(RuntimeError, match="Layer 2 is not the one .* returned no key and value"):
+            model(token_ids(2, 7))
+        # moves a source to where nobody reads it
+        model = build()
+        del model.model.layers[1]
+        with pytest.raises(RuntimeError, match="Layer 1 is not the one .* must not return its key and value"):
             model(token_ids(2, 7))
         # nobody reads this one
         model = build()
