@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from depthmix.auto import AUTO_MAPS
-from depthmix.hub import foreign_entries, write_remote_code
+from depthmix.hub import users_references, write_remote_code
 from depthmix.version import __version__
 
 from .checkpoint_io import read_json
@@ -116,7 +116,7 @@ def _bundle(directory: Path) -> str:
     if model_type not in AUTO_MAPS:
         raise ConversionError(f"{config_path}: model_type is {model_type!r}, must be one of {', '.join(AUTO_MAPS)}.")
     files = write_remote_code(directory, AUTO_MAPS[model_type])
-    config["auto_map"] = AUTO_MAPS[model_type] | foreign_entries(config.get("auto_map"), AUTO_MAPS[model_type])
+    config["auto_map"] = AUTO_MAPS[model_type] | users_references(config.get("auto_map"), files)
     config_path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return "\n".join(files)
 

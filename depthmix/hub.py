@@ -9,6 +9,7 @@ that are unique over all folders: so one substitution turns them into such files
 
 import functools
 import re
+from collections.abc import Collection
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -50,13 +51,12 @@ def write_remote_code(directory: str | Path, auto_map: dict[str, str]) -> list[s
     return list(files)
 
 
-def foreign_entries(saved: dict | None, auto_map: dict[str, str]) -> dict:
-    """The entries of a saved `auto_map` that name no module of this package: what a user has registered."""
-    modules = {name.removesuffix(".py") for name in collect_remote_code(auto_map)}
+def users_references(auto_map: dict | None, code_files: Collection[str]) -> dict:
+    """The entries of an `auto_map` that name none of these files of this package: what a user has registered."""
     return {
         auto_class: reference
-        for auto_class, reference in (saved or {}).items()
-        if not (isinstance(reference, str) and reference.split("--")[-1].split(".")[0] in modules)
+        for auto_class, reference in (auto_map or {}).items()
+        if not (isinstance(reference, str) and f"{reference.split('--')[-1].split('.')[0]}.py" in code_files)
     }
 
 
@@ -66,8 +66,9 @@ def ship_remote_code(config_class: type, auto_map: dict[str, str]) -> None:
 
     The hook sits where all saves pass: `save_pretrained` and `push_to_hub` of configurations and models, the Trainer,
     a merged PEFT model and consolidated distributed checkpoints write the configuration through `to_json_file`. It is
-    installed from here, so the code that is saved does not contain it. A subclass with a `model_type` of its own is
-    left alone, since this code would load it as something else.
+    installed from here, so the code that is saved does not contain it. A subclass with a `model_type` of its own gets
+    no code, and loses the entries that it took over from a model of this package, since they would load it as
+    something else.
     """
     original = config_class.to_json_file
     if getattr(original, "ships_remote_code", None) is config_class:
@@ -80,13 +81,11 @@ def ship_remote_code(config_class: type, auto_map: dict[str, str]) -> None:
     def to_json_file(self, json_file_path, use_diff: bool = True):
         path = Path(json_file_path)
         if path.name == CONFIG_NAME:
-            foreign = foreign_entries(getattr(self, "auto_map", None), auto_map)
+            saved = getattr(self, "auto_map", None)
             if type(self).model_type == config_class.model_type:
-                write_remote_code(path.parent, auto_map)
-                self.auto_map = auto_map | foreign
-            elif hasattr(self, "auto_map"):
-                # taken over from a model of this package
-                self.auto_map = foreign
+                self.auto_map = auto_map | users_references(saved, write_remote_code(path.parent, auto_map))
+            elif saved is not None:
+                self.auto_map = users_references(saved, collect_remote_code(auto_map))
         return original(self, json_file_path, use_diff=use_diff)
 
     to_json_file.ships_remote_code = config_class

@@ -40,25 +40,35 @@ def edit_config():
 
 
 @pytest.fixture
-def released_tensors():
+def layer_shapes():
+    """`layer_shapes(hidden, inner, heads, kv_heads, width)` gives a layer's tensors in the release's order."""
+
+    def layer_shapes(hidden, inner, heads, kv_heads, width):
+        return {
+            "self_attn.q_proj": (heads * width, hidden),
+            "self_attn.k_proj": (kv_heads * width, hidden),
+            "self_attn.v_proj": (kv_heads * width, hidden),
+            "self_attn.o_proj": (hidden, heads * width),
+            "self_attn.q_norm": (width,),
+            "self_attn.k_norm": (width,),
+            "mlp.gate_proj": (inner, hidden),
+            "mlp.up_proj": (inner, hidden),
+            "mlp.down_proj": (hidden, inner),
+            "input_layernorm": (hidden,),
+            "post_attention_layernorm": (hidden,),
+        }
+
+    return layer_shapes
+
+
+@pytest.fixture
+def released_tensors(layer_shapes):
     """The weights of the whole-model vector: every tensor is a sine of its place in the list and its indices."""
     vocab, hidden, inner, heads, kv_heads, width = 11, 8, 12, 4, 2, 4
-    layer_shapes = {
-        "self_attn.q_proj": (heads * width, hidden),
-        "self_attn.k_proj": (kv_heads * width, hidden),
-        "self_attn.v_proj": (kv_heads * width, hidden),
-        "self_attn.o_proj": (hidden, heads * width),
-        "self_attn.q_norm": (width,),
-        "self_attn.k_norm": (width,),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-    }
+    shapes_of_layer = layer_shapes(hidden, inner, heads, kv_heads, width)
     shapes = {"model.embed_tokens": (vocab, hidden)}
     for layer in range(4):
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in layer_shapes.items()}
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in shapes_of_layer.items()}
     shapes |= {"model.norm": (hidden,), "lm_head": (vocab, hidden), "lm_head_layernorm": (hidden,)}
 
     def fill(place, shape):

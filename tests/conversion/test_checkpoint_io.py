@@ -522,23 +522,11 @@ print((kilobytes("VmHWM:") - before) // 1000)
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the memory use from /proc")
-def test_memory_does_not_depend_on_the_model(tmp_path, tiny):
+def test_memory_does_not_depend_on_the_model(tmp_path, tiny, layer_shapes):
     """6 shards of 200 MB."""
     layers, hidden, inner = 6, 512, 65_000
     width, heads, kv_heads = tiny["head_dim"], tiny["num_attention_heads"], tiny["num_key_value_heads"]
-    layer = {
-        "self_attn.q_proj": (heads * width, hidden),
-        "self_attn.k_proj": (kv_heads * width, hidden),
-        "self_attn.v_proj": (kv_heads * width, hidden),
-        "self_attn.o_proj": (hidden, heads * width),
-        "self_attn.q_norm": (width,),
-        "self_attn.k_norm": (width,),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-    }
+    layer = layer_shapes(hidden, inner, heads, kv_heads, width)
     source = tmp_path / "source"
     source.mkdir()
     weight_map, total = {}, 0

@@ -61,26 +61,21 @@ def test_wrapped_layers(family, wrapped, implementation, build_awake, token_ids,
 
 
 @BOTH_MODES
-def test_frozen_embeddings(
-    family, use_reentrant, build_awake, token_ids, gradients, assert_same_gradients, enable_checkpointing
+@pytest.mark.parametrize("frozen_layers", [0, 2])
+def test_frozen_embeddings_and_lower_layers(
+    family,
+    frozen_layers,
+    use_reentrant,
+    build_awake,
+    token_ids,
+    gradients,
+    assert_same_gradients,
+    enable_checkpointing,
 ):
+    """With frozen layers, sources that need no gradient stand beside hidden states that do."""
     model = build_awake(family, **family.densest).double().train()
     model.get_input_embeddings().requires_grad_(False)
-    ids = token_ids(2, 12)
-    expected = gradients(model, ids)
-    enable_checkpointing(model, use_reentrant=use_reentrant)
-    model.enable_input_require_grads()
-    assert_same_gradients(gradients(model, ids), expected, tolerance=1e-10)
-
-
-@BOTH_MODES
-def test_frozen_lower_layers(
-    family, use_reentrant, build_awake, token_ids, gradients, assert_same_gradients, enable_checkpointing
-):
-    """Sources that need no gradient beside hidden states that do."""
-    model = build_awake(family, **family.densest).double().train()
-    model.get_input_embeddings().requires_grad_(False)
-    model.model.layers[:2].requires_grad_(False)
+    model.model.layers[:frozen_layers].requires_grad_(False)
     ids = token_ids(2, 12)
     expected = gradients(model, ids)
     enable_checkpointing(model, use_reentrant=use_reentrant)
