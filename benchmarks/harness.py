@@ -1,12 +1,12 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
-"""What every benchmark needs: a registry of cases, timing with CUDA events, records of what was measured where."""
+"""What every benchmark needs: timing with CUDA events, and records of what was measured where."""
 
 import csv
 import datetime
 import gc
 import platform
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -32,15 +32,6 @@ class Measurement:
     high: float
     peak_gib: float
     ratio: float = 1.0
-
-
-CASES: dict[str, Callable[[str], Iterator[Measurement]]] = {}
-
-
-def case(function: Callable[[str], Iterator[Measurement]]) -> Callable[[str], Iterator[Measurement]]:
-    """Registers a generator of measurements for one model size; the yardstick comes first."""
-    CASES[function.__name__] = function
-    return function
 
 
 @dataclass

@@ -2,13 +2,14 @@
 """Whole models: train step, prefill and decoding, against stock Qwen3 of the same shape."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM, StaticCache
 
 from depthmix import DepthQwen3Config, DepthQwen3ForCausalLM
 
-from .harness import Measurement, case, measure, release_memory
+from .harness import Measurement, measure, release_memory
 
 
 # 48-layer models of 1.5 and 3 billion parameters, the latter in the shape of the released Depth-Attention weights
@@ -20,7 +21,8 @@ SIZES = {
 TRAIN_BATCH = {"1.5b": 8, "3b": 4}
 MODELS = {
     "stock Qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
-    "Depth-Attention": (DepthQwen3ForCausalLM, DepthQwen3Config, {"key_norm_position": "before_rope"}),
+    "fused vanilla": (DepthQwen3ForCausalLM, DepthQwen3Config, {"depth_stride": 0}),
+    "Depth-Attention": (DepthQwen3ForCausalLM, DepthQwen3Config, {}),
 }
 
 
@@ -40,25 +42,36 @@ def token_ids(batch: int, length: int) -> torch.Tensor:
     return torch.randint(SHARED["vocab_size"], (batch, length), device="cuda")
 
 
+@torch.no_grad()
 def check_function() -> None:
     """
-    The gate before any number: with mixing off the model is stock Qwen3 bit for bit, with mixing on it differs, and
-    decoding with a cache gives what the full forward gives.
+    The gate before any number. Without kernels and mixing the model is stock Qwen3 bit for bit; with mixing on it
+    differs; kernels change what rounding changes; decoding with a cache gives what the full forward gives.
     """
     ids = token_ids(2, 64)
-    with torch.no_grad():
-        stock = build("stock Qwen3", "1.5b", num_hidden_layers=4)(ids).logits
-        if not torch.equal(build("Depth-Attention", "1.5b", num_hidden_layers=4, depth_stride=0)(ids).logits, stock):
-            raise RuntimeError("Depth-Attention without mixing differs from stock Qwen3.")
-        model = build("Depth-Attention", "1.5b", num_hidden_layers=4, depth_stride=1).float()
-        full = model(ids, use_cache=False).logits
-        if torch.allclose(full, stock.float(), atol=1e-2):
-            raise RuntimeError("Depth-Attention with mixing equals stock Qwen3.")
-        cache = DynamicCache(config=model.config)
-        steps = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(ids.shape[1])]
-        error = (torch.cat(steps, 1) - full).abs().max().item()
-        if error > 1e-2:
-            raise RuntimeError(f"Cached logits differ from the full forward by {error}.")
+    small = {"size": "1.5b", "num_hidden_layers": 4}
+
+    def error(actual, expected):
+        return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+
+    def require(condition: bool, claim: str):
+        if not condition:
+            raise RuntimeError(f"It does not hold that {claim}.")
+
+    stock = build("stock Qwen3", **small)(ids).logits
+    plain = build("fused vanilla", **small, depth_impl="reference")(ids).logits
+    require(torch.equal(plain, stock), "without mixing and kernels the model is stock Qwen3")
+    mixing = build("Depth-Attention", **small, depth_stride=1, depth_impl="triton")
+    reference = build("Depth-Attention", **small, depth_stride=1, depth_impl="reference")
+    exact = reference.double()(ids).logits
+    require(error(exact, stock) > 0.05, "mixing changes the logits")
+    low_precision = error(reference.bfloat16()(ids).logits, exact)
+    require(error(mixing(ids).logits, exact) < 1.5 * low_precision, "the kernels lose no more than plain bf16 does")
+    mixing.float()
+    require(error(mixing(ids).logits, exact) < 1e-4, "the kernels are exact in fp32")
+    cache = DynamicCache(config=mixing.config)
+    steps = [mixing(ids[:, i : i + 1], past_key_values=cache).logits for i in range(ids.shape[1])]
+    require(error(torch.cat(steps, 1), exact) < 1e-4, "decoding with a cache gives the logits of the full forward")
 
 
 def compare(name: str, size: str, prepare, *, together: bool = True, **options) -> Iterator[Measurement]:
@@ -79,26 +92,28 @@ def compare(name: str, size: str, prepare, *, together: bool = True, **options) 
         release_memory()
 
 
-@case
-def train_step(size: str) -> Iterator[Measurement]:
+def train_step(name: str, size: str, *, compiled: bool = False) -> Iterator[Measurement]:
     """Forward, loss, backward and AdamW, on sequences of 2048 tokens."""
 
     def prepare(model):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
         ids = token_ids(TRAIN_BATCH[size], 2048)
         model.train()
+        forward = torch.compile(model, fullgraph=True) if compiled else model
 
         def step():
-            model(ids, labels=ids, use_cache=False).loss.backward()
+            forward(ids, labels=ids, use_cache=False).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
 
         return step
 
-    yield from compare("train_step", size, prepare, together=False)
+    yield from compare(name, size, prepare, together=False)
 
 
-def _prefill(name: str, size: str, length: int, **options) -> Iterator[Measurement]:
+def prefill(name: str, size: str, *, length: int, **options) -> Iterator[Measurement]:
+    """A forward over a prompt, which fills a growing cache."""
+
     def prepare(model):
         ids = token_ids(1, length)
 
@@ -111,22 +126,9 @@ def _prefill(name: str, size: str, length: int, **options) -> Iterator[Measureme
     yield from compare(name, size, prepare, **options)
 
 
-@case
-def prefill_8k(size: str) -> Iterator[Measurement]:
-    yield from _prefill("prefill_8k", size, 8192)
+def decode(name: str, size: str, *, batch: int, compiled: bool, context: int = 2048) -> Iterator[Measurement]:
+    """One token for each sequence: eager with a growing cache, or compiled to a CUDA graph with a static one."""
 
-
-@case
-def prefill_32k(size: str) -> Iterator[Measurement]:
-    yield from _prefill("prefill_32k", size, 32768, warmup=1, repeats=5)
-
-
-@case
-def prefill_128k(size: str) -> Iterator[Measurement]:
-    yield from _prefill("prefill_128k", size, 131072, warmup=1, repeats=2)
-
-
-def _decode(name: str, size: str, batch: int, *, compiled: bool, context: int = 2048) -> Iterator[Measurement]:
     def prepare(model):
         cache = StaticCache(config=model.config, max_cache_len=context + 256) if compiled else DynamicCache()
         ids, last = token_ids(batch, context), token_ids(batch, 1)
@@ -148,21 +150,14 @@ def _decode(name: str, size: str, batch: int, *, compiled: bool, context: int = 
     yield from compare(name, size, prepare, warmup=8, repeats=31)
 
 
-@case
-def decode_eager_batch_1(size: str) -> Iterator[Measurement]:
-    yield from _decode("decode_eager_batch_1", size, 1, compiled=False)
-
-
-@case
-def decode_eager_batch_32(size: str) -> Iterator[Measurement]:
-    yield from _decode("decode_eager_batch_32", size, 32, compiled=False)
-
-
-@case
-def decode_compiled_batch_1(size: str) -> Iterator[Measurement]:
-    yield from _decode("decode_compiled_batch_1", size, 1, compiled=True)
-
-
-@case
-def decode_compiled_batch_32(size: str) -> Iterator[Measurement]:
-    yield from _decode("decode_compiled_batch_32", size, 32, compiled=True)
+CASES = {
+    "train_step": train_step,
+    "train_step_compiled": partial(train_step, compiled=True),
+    "prefill_8k": partial(prefill, length=8192),
+    "prefill_32k": partial(prefill, length=32768, warmup=1, repeats=5),
+    "prefill_128k": partial(prefill, length=131072, warmup=1, repeats=2),
+    "decode_eager_batch_1": partial(decode, batch=1, compiled=False),
+    "decode_eager_batch_32": partial(decode, batch=32, compiled=False),
+    "decode_compiled_batch_1": partial(decode, batch=1, compiled=True),
+    "decode_compiled_batch_32": partial(decode, batch=32, compiled=True),
+}

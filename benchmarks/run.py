@@ -5,32 +5,36 @@ import argparse
 import traceback
 from pathlib import Path
 
-from .harness import CASES, environment, release_memory, write_results
-from .models import SIZES, check_function
+from . import models, operations
+from .harness import environment, release_memory, write_results
+
+
+CASES = models.CASES | operations.CASES
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
     parser.add_argument("cases", nargs="*", default=list(CASES), metavar="case", help=f"any of: {', '.join(CASES)}")
-    parser.add_argument("--size", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--size", nargs="+", choices=models.SIZES, default=list(models.SIZES))
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"), help="folder for the CSV file")
     parser.add_argument("--name", default="models", help="name of the CSV file")
     arguments = parser.parse_args()
     if unknown := set(arguments.cases) - set(CASES):
         parser.error(f"no such case: {', '.join(sorted(unknown))}")
 
-    check_function()
-    release_memory()
+    if set(arguments.cases) & set(models.CASES):
+        models.check_function()
+        release_memory()
     print(*(f"{name} {value}" for name, value in environment().items()), sep=", ", flush=True)
     arguments.output.mkdir(parents=True, exist_ok=True)
     measurements, failed = [], []
     for size in arguments.size:
         for name in arguments.cases:
             try:
-                for m in CASES[name](size):
+                for m in CASES[name](name, size):
                     measurements.append(m)
                     print(
-                        f"{m.case:24} {m.size:5} {m.model:16} {m.milliseconds:9.2f} ms ({m.low:.2f} to {m.high:.2f})"
+                        f"{m.case:42} {m.size:5} {m.model:16} {m.milliseconds:9.3f} ms ({m.low:.3f} to {m.high:.3f})"
                         f" {m.ratio:6.3f}x  peak +{m.peak_gib:.2f} GiB",
                         flush=True,
                     )

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.utils.generic import can_return_tuple
 
 
@@ -63,6 +65,29 @@ def accepts_both_cache_names(forward: Callable) -> Callable:
 def cache_update_keywords(kwargs: dict) -> dict:
     """What `Cache.update` gets besides keys, values and layer: from 5.24 on, the attention's keywords (to change)."""
     return {"kwargs": kwargs} if HOST_CACHE_NAME == "cache" else {}
+
+
+def runs_plainly(norm: nn.Module) -> bool:
+    """
+    Whether calling this RMS norm is nothing but its class's forward with a local weight. If so a fused operation may
+    take the weight and do its work; hooks, adapters, sharding, quantization and replaced forwards must be called.
+    """
+    return (
+        type(norm) is Qwen3RMSNorm
+        and "forward" not in norm.__dict__
+        and not (norm._forward_pre_hooks or norm._forward_hooks or norm._backward_pre_hooks or norm._backward_hooks)
+        and type(norm.weight) in (nn.Parameter, torch.Tensor)
+    )
+
+
+def apply_norm(norm: nn.Module, hidden_states: torch.Tensor, impl: str) -> torch.Tensor:
+    """
+    The norm of hidden states `[B, T, hidden]`, as one kernel of torch's on a GPU, unless `impl` is `"reference"`. The
+    module's own forward rounds twice there, takes six kernels and keeps fp32 copies of its input for the backward.
+    """
+    if impl != "reference" and hidden_states.is_cuda and runs_plainly(norm):
+        return nn.functional.rms_norm(hidden_states, norm.weight.shape, norm.weight, norm.variance_epsilon)
+    return norm(hidden_states)
 
 
 def refuse_pipeline_parallelism(config: PreTrainedConfig) -> None:

@@ -35,16 +35,19 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from depthmix.configuration.configuration_depth_qwen3 import DepthQwen3Config
-from depthmix.kernels.depth_implementations import check_implementation
+from depthmix.kernels.depth_implementations import check_implementation, triton_obstacle, use_triton
 from depthmix.kernels.depth_value_mix import depth_value_mix, depth_value_weights
+from depthmix.kernels.norm_rotary_mix import norm_rotary_mix
 
 from .depth_modeling_common import (
     HOST_CACHE_NAME,
     DepthCausalLMForward,
     DepthModelOutputWithPast,
     accepts_both_cache_names,
+    apply_norm,
     cache_update_keywords,
     refuse_pipeline_parallelism,
+    runs_plainly,
 )
 
 
@@ -76,22 +79,38 @@ class DepthQwen3Attention(Qwen3Attention):
         """
         input_shape = hidden_states.shape[:-1]
         head_shape = (*input_shape, -1, self.head_dim)
-
-        query = self.q_norm(self.q_proj(hidden_states).view(head_shape)).transpose(1, 2)
+        query = self.q_proj(hidden_states).view(head_shape)
         key = self.k_proj(hidden_states).view(head_shape)
-        if self.key_norm_position == "before_rope":
-            key = self.k_norm(key)
-        query, key = apply_rotary_pos_emb(query, key.transpose(1, 2), *position_embeddings)
-        if self.key_norm_position == "after_rope":
-            key = self.k_norm(key)
         value = self.v_proj(hidden_states).view(head_shape).transpose(1, 2)
-
-        depth_keys = [*source_keys, key]
-        if source_keys:
-            value = depth_value_mix(
-                query, depth_keys, [*source_values, value], scaling=self.scaling, impl=self.depth_impl
+        if self.is_fused(query, key, value, *position_embeddings):
+            query, key, value = norm_rotary_mix(
+                query.transpose(1, 2),
+                key.transpose(1, 2),
+                value,
+                *position_embeddings,
+                query_norm_weight=self.q_norm.weight,
+                key_norm_weight=self.k_norm.weight,
+                eps=self.q_norm.variance_epsilon,
+                key_norm_position=self.key_norm_position,
+                source_keys=source_keys,
+                source_values=source_values,
+                scaling=self.scaling,
+                impl=self.depth_impl,
             )
-        depth_weights = depth_value_weights(query, depth_keys, scaling=self.scaling) if output_depth_weights else None
+        else:
+            query = self.q_norm(query).transpose(1, 2)
+            if self.key_norm_position == "before_rope":
+                key = self.k_norm(key)
+            query, key = apply_rotary_pos_emb(query, key.transpose(1, 2), *position_embeddings)
+            if self.key_norm_position == "after_rope":
+                key = self.k_norm(key)
+            if source_keys:
+                value = depth_value_mix(
+                    query, [*source_keys, key], [*source_values, value], scaling=self.scaling, impl=self.depth_impl
+                )
+        depth_weights = None
+        if output_depth_weights:
+            depth_weights = depth_value_weights(query, [*source_keys, key], scaling=self.scaling)
 
         keys, values = key, value
         if past_key_values is not None:
@@ -112,8 +131,22 @@ class DepthQwen3Attention(Qwen3Attention):
         attn_output = self.o_proj(attn_output.reshape(*input_shape, -1).contiguous())
         if not self.is_depth_source:
             return attn_output, attn_weights, depth_weights
-        # an unmixed value is a view of the projection's output, and FSDP2 warns of modules that return views
-        return attn_output, attn_weights, depth_weights, key, value if source_keys else value.clone()
+        if torch.is_grad_enabled():
+            # an unmixed value is a view of the projection's output, and FSDP2 warns of modules that return views
+            value = value if source_keys else value.clone()
+        elif keys.shape == key.shape and keys.dtype == key.dtype:
+            # the cache has nothing but these tokens: readers share its copy
+            key, value = keys, values
+        return attn_output, attn_weights, depth_weights, key, value
+
+    def is_fused(self, *tensors: torch.Tensor) -> bool:
+        """
+        Whether norms, rotation and mixing of these tensors are one operation, which hooks and replacements of the
+        norms would not notice.
+        """
+        if self.depth_impl == "reference" or not (runs_plainly(self.q_norm) and runs_plainly(self.k_norm)):
+            return False
+        return use_triton(self.depth_impl, "norm_rotary_mix", triton_obstacle(tensors))
 
 
 class DepthQwen3DecoderLayer(Qwen3DecoderLayer):
@@ -127,6 +160,7 @@ class DepthQwen3DecoderLayer(Qwen3DecoderLayer):
         self.hidden_size = config.hidden_size
         self.self_attn = DepthQwen3Attention(config, layer_idx)
         self.mlp = Qwen3MLP(config)
+        self.depth_impl = config.depth_impl
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
@@ -144,7 +178,7 @@ class DepthQwen3DecoderLayer(Qwen3DecoderLayer):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         residual = hidden_states
         hidden_states, _, _, *key_and_value = self.self_attn(
-            hidden_states=self.input_layernorm(hidden_states),
+            hidden_states=apply_norm(self.input_layernorm, hidden_states, self.depth_impl),
             attention_mask=attention_mask,
             position_ids=position_ids,
             past_key_values=past_key_values,
@@ -155,7 +189,8 @@ class DepthQwen3DecoderLayer(Qwen3DecoderLayer):
             **kwargs,
         )
         hidden_states = residual + hidden_states
-        hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        normalised = apply_norm(self.post_attention_layernorm, hidden_states, self.depth_impl)
+        hidden_states = hidden_states + self.mlp(normalised)
         return (hidden_states, *key_and_value) if key_and_value else hidden_states
 
 
@@ -263,7 +298,7 @@ class DepthQwen3Model(DepthQwen3PreTrainedModel, Qwen3Model):
                 hidden_states = outputs
 
         return DepthModelOutputWithPast(
-            last_hidden_state=self.norm(hidden_states),
+            last_hidden_state=apply_norm(self.norm, hidden_states, self.config.depth_impl),
             **{HOST_CACHE_NAME: past_key_values if use_cache else None},
         )
 

@@ -4,16 +4,23 @@
 import os
 
 
-# before torch and transformers are imported: no look-ups on the Hub, no oversubscription by parallel test workers
+# before the libraries are imported: no look-ups on the Hub, no oversubscription by parallel test workers
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import pytest
 import torch
+
+
+# before kernels are defined: without a GPU `impl="triton"` runs them in Triton's interpreter
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging
 
 from depthmix import DepthQwen3ForCausalLM
+from depthmix.kernels import depth_implementations
 
 
 logging.disable_progress_bar()
@@ -42,6 +49,11 @@ def pytest_addoption(parser):
         default=None,
         help="interpreter of an environment with another transformers version; checkpoints are exchanged with it",
     )
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("triton") and depth_implementations.triton is None:
+        pytest.skip("needs Triton")
 
 
 @pytest.fixture(autouse=True)

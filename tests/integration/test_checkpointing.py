@@ -32,6 +32,18 @@ def test_gradients_are_exact(
     assert_same_gradients(gradients(model, ids), expected, tolerance=1e-10)
 
 
+@pytest.mark.triton
+@BOTH_MODES
+def test_with_kernels(
+    family, use_reentrant, build_awake, token_ids, gradients, assert_same_gradients, enable_checkpointing
+):
+    model = build_awake(family, **family.densest, depth_impl="triton").train()
+    ids = token_ids(2, 7)
+    expected = gradients(model, ids)
+    enable_checkpointing(model, use_reentrant=use_reentrant)
+    assert_same_gradients(gradients(model, ids), expected, tolerance=0.0)
+
+
 @BOTH_MODES
 @pytest.mark.parametrize("word", [word for word in WORDS if hasattr(PreTrainedModel, f"{word}_checkpointing_enable")])
 def test_both_enabling_methods(family, word, use_reentrant, build_awake, token_ids, gradients, assert_same_gradients):

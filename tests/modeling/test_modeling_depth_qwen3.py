@@ -9,10 +9,11 @@ import pytest
 import torch
 from causal_lm_checks import HOST_CACHE_NAME, CausalLMChecks, assert_close, new_cache, next_token_loss
 from torch import nn
-from transformers import AutoModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModel, DynamicCache, Qwen3Config, Qwen3ForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from depthmix import DepthQwen3Config, DepthQwen3ForCausalLM, DepthQwen3ForSequenceClassification
+from depthmix.kernels import depth_implementations
 
 
 SLIDING = {
@@ -186,8 +187,8 @@ class TestDepthWeights:
             assert each(ids, output_depth_weights=False).depth_weights is None
             # as for what stock models record
             assert each(ids, output_depth_weights=None).depth_weights is None
-        expected = build().generate(ids, max_new_tokens=4, do_sample=False)
-        assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), expected)
+        expected = build().generate(ids, max_new_tokens=3, do_sample=False)
+        assert torch.equal(model.generate(ids, max_new_tokens=3, do_sample=False), expected)
 
     @torch.no_grad()
     def test_together_with_other_outputs(self, build, token_ids):
@@ -233,9 +234,8 @@ class TestDepthWeights:
 
 class TestSources:
     @STRIDES
-    @pytest.mark.parametrize("use_cache", [False, True])
     @torch.no_grad()
-    def test_live_until_their_last_reader(self, build, token_ids, fields, use_cache):
+    def test_live_until_their_last_reader(self, build, token_ids, fields):
         """So that memory does not grow with the number of layers. Seen from outside, by hooks."""
         model = build(**fields)
         produced, alive_at = {}, []
@@ -255,7 +255,7 @@ class TestSources:
             layer.register_forward_hook(remember(i))
         gc.disable()
         try:
-            outputs = model(token_ids(2, 7), use_cache=use_cache)
+            outputs = model(token_ids(2, 7), use_cache=False)
         finally:
             gc.enable()
         sources = model.config.depth_sources
@@ -264,6 +264,21 @@ class TestSources:
         assert set(produced) == {i for read in sources for i in read}
         assert all(one() is None for references in produced.values() for one in references)
         assert outputs.logits.isfinite().all()
+
+    @STRIDES
+    @torch.no_grad()
+    def test_share_the_copy_of_a_cache_that_was_empty(self, build, token_ids, fields):
+        """So that a long prompt takes no more memory than it does without mixing."""
+        model, ids, handed_on = build(**fields), token_ids(2, 9), {}
+        for i, layer in enumerate(model.model.layers):
+            layer.register_forward_hook(lambda _, __, output, i=i: handed_on.update({i: output[1:]}))
+        cache = DynamicCache(config=model.config)
+        model(ids[:, :7], past_key_values=cache)
+        for i in {i for read in model.config.depth_sources for i in read}:
+            kept = cache.layers[i].keys, cache.layers[i].values
+            assert [x.data_ptr() for x in handed_on[i]] == [x.data_ptr() for x in kept]
+        logits = model(ids[:, 7:], past_key_values=cache).logits
+        assert_close(logits, model(ids, use_cache=False).logits[:, 7:])
 
     @torch.no_grad()
     def test_other_layers_hand_on_nothing(self, build, token_ids):
@@ -367,9 +382,85 @@ class TestImplementations:
         ids = token_ids(2, 7)
         assert_close(build(depth_impl="reference")(ids).logits, build(depth_impl="auto")(ids).logits)
 
-    def test_explicit_kernel_does_not_fall_back(self, build):
-        with pytest.raises(RuntimeError, match="impl='triton'"):
+    @pytest.mark.triton
+    def test_explicit_kernel_does_not_fall_back(self, build, token_ids):
+        for fields in ({}, {"depth_stride": 0}):
+            with pytest.raises(RuntimeError, match="impl='triton': .* not torch.float64"):
+                build(depth_impl="triton", **fields).double()(token_ids(2, 7))
+
+    def test_explicit_kernel_needs_triton(self, build, monkeypatch):
+        monkeypatch.setattr(depth_implementations, "triton", None)
+        with pytest.raises(RuntimeError, match="impl='triton': .* needs the package triton"):
             build(depth_impl="triton")
+
+    @pytest.mark.triton
+    @pytest.mark.parametrize(
+        "fields", [{"depth_stride": 2}, {"depth_stride": 1, "key_norm_position": "after_rope"}], ids=["half", "every"]
+    )
+    def test_kernels_are_the_same_function(self, build, token_ids, fields):
+        """Loss, gradients and generated text; without a GPU the kernels are interpreted."""
+        ids = token_ids(2, 7)
+        mask = torch.ones_like(ids)
+        mask[0, :3] = 0
+        results = []
+        for impl in ("reference", "triton"):
+            model = build(depth_impl=impl, **fields)
+            loss = model(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss
+            loss.backward()
+            tokens = model.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False, eos_token_id=None)
+            results.append((loss, tokens, {name: p.grad for name, p in model.named_parameters()}))
+        (loss, tokens, grads), (kernel_loss, kernel_tokens, kernel_grads) = results
+        assert_close(kernel_loss, loss)
+        assert torch.equal(kernel_tokens, tokens)
+        for name, grad in grads.items():
+            assert (kernel_grads[name] - grad).norm() < 1e-4 * grad.norm(), name
+
+    @pytest.mark.triton
+    def test_kernels_without_mixing(self, build, vanilla_twin, token_ids):
+        model, ids = build(depth_impl="triton", depth_stride=0), token_ids(2, 7)
+        assert_close(model(ids).logits, vanilla_twin(model)(ids).logits)
+
+    @pytest.mark.triton
+    def test_autocast_with_kernels(self, build, token_ids):
+        ids = token_ids(2, 7)
+        exact = build(depth_stride=1)(ids).logits
+        errors = []
+        for impl in ("reference", "triton"):
+            with torch.autocast("cpu", torch.bfloat16):
+                errors.append((build(depth_impl=impl, depth_stride=1)(ids).logits.float() - exact).norm())
+        assert errors[1] < 1.5 * errors[0]
+
+    @pytest.mark.triton
+    def test_compiled_with_kernels(self, build, token_ids):
+        model, ids = build(depth_impl="triton", depth_stride=1), token_ids(2, 7)
+        model(ids, labels=ids).loss.backward()
+        expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+        model.zero_grad()
+        torch.compile(model, fullgraph=True, backend="aot_eager")(ids, labels=ids).loss.backward()
+        for name, parameter in model.named_parameters():
+            assert (parameter.grad - expected[name]).norm() < 1e-4 * expected[name].norm(), name
+
+    @pytest.mark.triton
+    @torch.no_grad()
+    @pytest.mark.parametrize("norm", ["q_norm", "k_norm"])
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda norm: norm.register_forward_hook(lambda _, __, output: 2 * output),
+            lambda norm: norm.register_forward_pre_hook(lambda _, args: (args[0] * torch.arange(16),)),
+            lambda norm: setattr(norm, "forward", lambda x: 2 * x),
+        ],
+        ids=["hook", "pre_hook", "forward"],
+    )
+    def test_what_hangs_on_a_norm_is_called(self, build, token_ids, norm, change):
+        ids, results = token_ids(2, 7), []
+        for impl in ("reference", "triton"):
+            model = build(depth_impl=impl)
+            plain = model(ids).logits
+            change(getattr(model.model.layers[1].self_attn, norm))
+            results.append(model(ids).logits)
+            assert (results[-1] - plain).abs().max() > 1e-2
+        assert_close(*results)
 
     @torch.no_grad()
     def test_attention_gets_mixed_values(self, build, token_ids, monkeypatch):

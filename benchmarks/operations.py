@@ -1,0 +1,123 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""Single operations, against a copy that moves as many bytes as they must."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from depthmix.kernels import norm_rotary_mix_triton
+from depthmix.kernels.norm_rotary_mix_reference import norm_rotary_mix_reference
+
+from .harness import Measurement, measure, release_memory
+from .models import SIZES
+
+
+CALLS_PER_GRAPH = 6
+
+
+def inputs(size: str, batch: int, tokens: int, *, sources: int, fused: bool) -> tuple[tuple, list[torch.Tensor]]:
+    """Arguments of the operation, in the layout that the model gives them, and gradients of its results."""
+    shape = SIZES[size]
+
+    def rows(heads):
+        return torch.randn(batch, tokens, heads, 64, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
+
+    query = rows(shape["num_attention_heads"])
+    keys, values = ([rows(shape["num_key_value_heads"]) for _ in range(sources + 1)] for _ in range(2))
+    norm = torch.rand(64, dtype=torch.bfloat16, device="cuda") + 0.5 if fused else None
+    table = torch.randn(1, tokens, 64, dtype=torch.bfloat16, device="cuda") if fused else None
+    arguments = (query, keys, values if sources else [], norm, norm, table, table, 0.125, 1e-6, True)
+    return arguments, [torch.randn_like(x) for x in norm_rotary_mix_triton.norm_rotary_mix_op(*arguments)]
+
+
+def check(arguments: tuple, output_grads: list[torch.Tensor]) -> None:
+    """The gate: results and gradients are those of the reference, but for the rounding of bf16."""
+    query, keys, values, query_norm, key_norm, cos, sin, scaling, eps, _ = arguments
+    leaves = [x.detach().requires_grad_() for x in (query, *keys, *values)]
+    results = []
+    for dtype in (torch.bfloat16, torch.float64):
+        query, *entries = (leaf.to(dtype) for leaf in leaves)
+        own_keys, own_values = entries[: len(keys)], entries[len(keys) :]
+        if dtype is torch.bfloat16:
+            outputs = norm_rotary_mix_triton.norm_rotary_mix_op(query, own_keys, own_values, *arguments[3:])
+        else:
+            wide = [None if x is None else x.to(dtype) for x in (cos, sin, query_norm, key_norm)]
+            outputs = norm_rotary_mix_reference(
+                query,
+                own_keys[-1],
+                own_values[-1] if values else own_keys[-1],
+                *wide[:2],
+                query_norm_weight=wide[2],
+                key_norm_weight=wide[3],
+                eps=eps,
+                key_norm_position="before_rope",
+                source_keys=own_keys[:-1],
+                source_values=own_values[:-1],
+                scaling=scaling,
+            )
+            outputs = outputs[:2] * (query_norm is not None) + outputs[2:] * bool(values)
+        grads = torch.autograd.grad(outputs, leaves, [grad.to(dtype) for grad in output_grads])
+        results.append([*outputs, *grads])
+    for actual, expected in zip(*results, strict=True):
+        error = ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+        if not error < 8e-3:
+            raise RuntimeError(f"The kernel is off by {error} from its reference.")
+
+
+def in_graph(call: Callable[[int], object]) -> Callable[[], None]:
+    """A replay of some calls, so that the host's time to launch them is not measured."""
+    call(0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = [call(i) for i in range(CALLS_PER_GRAPH)]
+    graph.kept = kept
+    return graph.replay
+
+
+def operation(
+    name: str, size: str, *, batch: int, tokens: int, sources: int, fused: bool, backward: bool
+) -> Iterator[Measurement]:
+    """The kernel beside a copy of as many bytes as it must read and write."""
+    check(*inputs(size, 2, 64, sources=sources, fused=fused))
+    # several sets of inputs, or they would come from the cache
+    sets = [inputs(size, batch, tokens, sources=sources, fused=fused) for _ in range(3)]
+    (query, keys, values, *_), output_grads = sets[0]
+    read = sum(x.nbytes for x in (query, *keys, *values))
+    written = sum(x.nbytes for x in output_grads)
+    moved = 2 * read + written if backward else read + written
+    source = torch.randn(3, moved // 4, device="cuda").bfloat16()
+    target = torch.empty_like(source)
+
+    def kernel(i):
+        arguments, grads = sets[i % 3]
+        if backward:
+            return norm_rotary_mix_triton.norm_rotary_mix_backward(grads, *arguments)
+        return norm_rotary_mix_triton.norm_rotary_mix_forward(*arguments)
+
+    steps = [in_graph(lambda i: target[i % 3].copy_(source[i % 3])), in_graph(kernel)]
+    copy, ours = measure(steps, warmup=3, repeats=21)
+    for model, timing in (("copy", copy), ("kernel", ours)):
+        low, *_, high = sorted(timing.times)
+        yield Measurement(
+            *(name, size, model, *(t / CALLS_PER_GRAPH for t in (timing.median, low, high)), moved / 2**30),
+            ratio=timing.median / copy.median,
+        )
+    release_memory()
+
+
+CASES = {
+    f"{'norm_rotary_mix' if fused else 'depth_value_mix'}_{sources}_sources_{direction}_{tokens}": partial(
+        operation,
+        batch=batch,
+        tokens=tokens // batch,
+        sources=sources,
+        fused=fused,
+        backward=direction == "backward",
+    )
+    for (batch, tokens), fused, sources, direction in itertools.product(
+        ((4, 8192), (1, 32768)), (False, True), (0, 1, 2), ("forward", "backward")
+    )
+    if fused or sources
+}

@@ -1,0 +1,549 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""
+Triton kernels of `norm_rotary_mix` and of `depth_value_mix`, which is the same without norms and rotation.
+
+A program works on rows, one for each token and key-value head, and holds each row in two halves, which the rotation
+combines. A tensor `[B, H, T, D]` is handed to a kernel as the tuple of its pointer and its four strides, an absent one
+as None; a result, which is fresh memory in the order `[B, T, H, D]`, as its pointer. Sources stay separate tensors.
+
+Legend: B batch, H query heads, K key-value heads, G = H / K, T tokens, D head dim, N sources; in the kernels R rows of
+a program, C columns of a half.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .depth_implementations import device_of, operation_namespace, triton_obstacle
+
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+
+if triton is not None:
+    # more keys than this are read again from the cache rather than held in registers
+    MAX_HELD_SOURCES = tl.constexpr(4)
+
+    @triton.jit
+    def _rows(tokens, KV_HEADS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+        """
+        The key-value heads of this program's rows, and their place: batch entry, number of tokens, token of each row,
+        and whether the row exists.
+        """
+        rows = tokens * KV_HEADS
+        blocks = tl.cdiv(rows, BLOCK_ROWS)
+        program = tl.program_id(0)
+        row_R = program % blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        return row_R % KV_HEADS, ((program // blocks).to(tl.int64), tokens, row_R // KV_HEADS, row_R < rows)
+
+    @triton.jit
+    def _halves(pointer, mask, column_stride, HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr):
+        """Pointers to and masks of the halves of rows, or of a vector, that start at `pointer` and exist by `mask`."""
+        SPLIT: tl.constexpr = (HEAD_DIM + 1) // 2
+        column_C = tl.arange(0, BLOCK_HALF)
+        low = pointer + column_C.to(tl.int64)[None, :] * column_stride
+        low_mask = mask
+        high_mask = mask
+        if SPLIT < BLOCK_HALF:
+            low_mask = mask & (column_C < SPLIT)[None, :]
+        if HEAD_DIM - SPLIT < BLOCK_HALF:
+            high_mask = mask & (column_C < HEAD_DIM - SPLIT)[None, :]
+        return low, low_mask, low + SPLIT * column_stride, high_mask
+
+    @triton.jit
+    def _load(tensor, head_R, place, HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr):
+        batch, _, token_R, valid_R = place
+        pointer_R = tensor[0] + (
+            batch * tensor[1] + head_R.to(tl.int64) * tensor[2] + token_R.to(tl.int64) * tensor[3]
+        )
+        low, low_mask, high, high_mask = _halves(pointer_R[:, None], valid_R[:, None], tensor[4], HEAD_DIM, BLOCK_HALF)
+        return tl.load(low, mask=low_mask, other=0.0), tl.load(high, mask=high_mask, other=0.0)
+
+    @triton.jit
+    def _load_vector(pointer, HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr):
+        low, low_mask, high, high_mask = _halves(pointer, True, 1, HEAD_DIM, BLOCK_HALF)
+        return _float((tl.load(low, mask=low_mask, other=0.0), tl.load(high, mask=high_mask, other=0.0)))
+
+    @triton.jit
+    def _store(pointer, halves, head_R, HEADS: tl.constexpr, place, HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr):
+        batch, tokens, token_R, valid_R = place
+        pointer_R = pointer + ((batch * tokens + token_R) * HEADS + head_R) * HEAD_DIM
+        low, low_mask, high, high_mask = _halves(pointer_R[:, None], valid_R[:, None], 1, HEAD_DIM, BLOCK_HALF)
+        tl.store(low, halves[0], mask=low_mask)
+        tl.store(high, halves[1], mask=high_mask)
+
+    @triton.jit
+    def _store_column_sums(partial_sums, row, halves, HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr):
+        # partial_sums is [programs, 2, D]; a second reduction follows, since atomics would add in any order
+        pointer = partial_sums + (tl.program_id(0).to(tl.int64) * 2 + row) * HEAD_DIM
+        low, low_mask, high, high_mask = _halves(pointer, True, 1, HEAD_DIM, BLOCK_HALF)
+        tl.store(low, tl.sum(halves[0], 0)[None, :], mask=low_mask)
+        tl.store(high, tl.sum(halves[1], 0)[None, :], mask=high_mask)
+
+    @triton.jit
+    def _float(halves):
+        return halves[0].to(tl.float32), halves[1].to(tl.float32)
+
+    @triton.jit
+    def _dot(x, y):
+        return tl.sum(x[0] * y[0] + x[1] * y[1], 1)
+
+    @triton.jit
+    def _scale(factor, x):
+        return factor * x[0], factor * x[1]
+
+    @triton.jit
+    def _add(x, y):
+        return x[0] + y[0], x[1] + y[1]
+
+    @triton.jit
+    def _normalise(x, eps, HEAD_DIM: tl.constexpr):
+        inverse_R = tl.rsqrt(_dot(x, x) / HEAD_DIM + eps)
+        return inverse_R, _scale(inverse_R[:, None], x)
+
+    @triton.jit
+    def _normalise_backward(grad, inverse_R, normal, HEAD_DIM: tl.constexpr):
+        mean = (_dot(grad, normal) / HEAD_DIM)[:, None]
+        return _scale(inverse_R[:, None], (grad[0] - normal[0] * mean, grad[1] - normal[1] * mean))
+
+    @triton.jit
+    def _rotate(x, cos, sin):
+        return x[0] * cos[0] - x[1] * sin[0], x[1] * cos[1] + x[0] * sin[1]
+
+    @triton.jit
+    def _rotate_backward(grad, cos, sin):
+        return grad[0] * cos[0] + grad[1] * sin[1], grad[1] * cos[1] - grad[0] * sin[0]
+
+    @triton.jit
+    def _finish(raw, weight, cos, sin, eps, NORM_FIRST: tl.constexpr, HEAD_DIM: tl.constexpr):
+        """
+        Norm and rotation of a query or key, either of which may be absent. Also returns what the backward needs of
+        the norm: the inverse root mean square and the normalised rows.
+        """
+        x = _float(raw)
+        inverse_R = 1.0
+        normal = x
+        if NORM_FIRST and weight is not None:
+            inverse_R, normal = _normalise(x, eps, HEAD_DIM)
+            x = (normal[0] * weight[0], normal[1] * weight[1])
+        if cos is not None:
+            x = _rotate(x, cos, sin)
+        if not NORM_FIRST and weight is not None:
+            inverse_R, normal = _normalise(x, eps, HEAD_DIM)
+            x = (normal[0] * weight[0], normal[1] * weight[1])
+        return x, inverse_R, normal
+
+    @triton.jit
+    def _finish_backward(
+        grad, inverse_R, normal, weight, weight_grad, cos, sin, NORM_FIRST: tl.constexpr, HEAD_DIM: tl.constexpr
+    ):
+        """Returns the gradient of the raw query or key, and `weight_grad` with that of the norm's weight added."""
+        if cos is not None and NORM_FIRST:
+            grad = _rotate_backward(grad, cos, sin)
+        if weight is not None:
+            weight_grad = _add(weight_grad, (grad[0] * normal[0], grad[1] * normal[1]))
+            grad = _normalise_backward((grad[0] * weight[0], grad[1] * weight[1]), inverse_R, normal, HEAD_DIM)
+        if cos is not None and not NORM_FIRST:
+            grad = _rotate_backward(grad, cos, sin)
+        return grad, weight_grad
+
+    @triton.jit(do_not_specialize=["tokens"])
+    def norm_rotary_mix_fwd_kernel(
+        query,
+        key,
+        value,
+        source_keys,
+        source_values,
+        query_norm,
+        key_norm,
+        cos,
+        sin,
+        finished_query,
+        finished_key,
+        mixed_value,
+        tokens,
+        scaling,
+        eps,
+        KEY_NORM_FIRST: tl.constexpr,
+        GROUP: tl.constexpr,
+        KV_HEADS: tl.constexpr,
+        HEAD_DIM: tl.constexpr,
+        BLOCK_ROWS: tl.constexpr,
+        BLOCK_HALF: tl.constexpr,
+    ):
+        head_R, place = _rows(tokens, KV_HEADS, BLOCK_ROWS)
+        # everything is loaded before the first store, since the compiler moves no load over a store
+        raw_queries = ()
+        for g in tl.static_range(GROUP):
+            raw_queries += (_load(query, head_R * GROUP + g, place, HEAD_DIM, BLOCK_HALF),)
+        raw_key = _load(key, head_R, place, HEAD_DIM, BLOCK_HALF)
+        if cos is not None:
+            cos = _float(_load(cos, head_R, place, HEAD_DIM, BLOCK_HALF))
+            sin = _float(_load(sin, head_R, place, HEAD_DIM, BLOCK_HALF))
+        if query_norm is not None:
+            query_norm = _load_vector(query_norm, HEAD_DIM, BLOCK_HALF)
+        if key_norm is not None:
+            key_norm = _load_vector(key_norm, HEAD_DIM, BLOCK_HALF)
+
+        mean = (tl.zeros([BLOCK_ROWS, BLOCK_HALF], tl.float32), tl.zeros([BLOCK_ROWS, BLOCK_HALF], tl.float32))
+        queries = ()
+        for g in tl.static_range(GROUP):
+            x, _, _ = _finish(raw_queries[g], query_norm, cos, sin, eps, True, HEAD_DIM)
+            queries += (x,)
+            mean = _add(mean, x)
+        own_key, _, _ = _finish(raw_key, key_norm, cos, sin, eps, KEY_NORM_FIRST, HEAD_DIM)
+
+        if mixed_value is not None:
+            mean = _scale(scaling / GROUP, mean)
+            own_score_R = _dot(mean, own_key)
+            highest_R = own_score_R
+            scores = ()
+            for i in tl.static_range(len(source_keys)):
+                score_R = _dot(mean, _float(_load(source_keys[i], head_R, place, HEAD_DIM, BLOCK_HALF)))
+                scores += (score_R,)
+                highest_R = tl.maximum(highest_R, score_R)
+            odds_R = tl.exp(own_score_R - highest_R)
+            total_R = odds_R
+            mixed = _scale(odds_R[:, None], _float(_load(value, head_R, place, HEAD_DIM, BLOCK_HALF)))
+            for i in tl.static_range(len(source_keys)):
+                odds_R = tl.exp(scores[i] - highest_R)
+                total_R += odds_R
+                source_value = _float(_load(source_values[i], head_R, place, HEAD_DIM, BLOCK_HALF))
+                mixed = _add(mixed, _scale(odds_R[:, None], source_value))
+            mixed = _scale((1.0 / total_R)[:, None], mixed)
+            _store(mixed_value, mixed, head_R, KV_HEADS, place, HEAD_DIM, BLOCK_HALF)
+        if finished_query is not None:
+            for g in tl.static_range(GROUP):
+                _store(finished_query, queries[g], head_R * GROUP + g, KV_HEADS * GROUP, place, HEAD_DIM, BLOCK_HALF)
+            _store(finished_key, own_key, head_R, KV_HEADS, place, HEAD_DIM, BLOCK_HALF)
+
+    @triton.jit(do_not_specialize=["tokens"])
+    def norm_rotary_mix_bwd_kernel(
+        finished_query_grad,
+        finished_key_grad,
+        mixed_value_grad,
+        query,
+        key,
+        value,
+        source_keys,
+        source_values,
+        query_norm,
+        key_norm,
+        cos,
+        sin,
+        query_grad,
+        key_grad,
+        value_grad,
+        source_key_grads,
+        source_value_grads,
+        norm_grads,
+        tokens,
+        scaling,
+        eps,
+        KEY_NORM_FIRST: tl.constexpr,
+        GROUP: tl.constexpr,
+        KV_HEADS: tl.constexpr,
+        HEAD_DIM: tl.constexpr,
+        BLOCK_ROWS: tl.constexpr,
+        BLOCK_HALF: tl.constexpr,
+    ):
+        head_R, place = _rows(tokens, KV_HEADS, BLOCK_ROWS)
+        raw_queries = ()
+        query_grads = ()
+        for g in tl.static_range(GROUP):
+            head_of_query_R = head_R * GROUP + g
+            raw_queries += (_load(query, head_of_query_R, place, HEAD_DIM, BLOCK_HALF),)
+            if finished_query_grad is not None:
+                query_grads += (_load(finished_query_grad, head_of_query_R, place, HEAD_DIM, BLOCK_HALF),)
+        raw_key = _load(key, head_R, place, HEAD_DIM, BLOCK_HALF)
+        if cos is not None:
+            cos = _float(_load(cos, head_R, place, HEAD_DIM, BLOCK_HALF))
+            sin = _float(_load(sin, head_R, place, HEAD_DIM, BLOCK_HALF))
+        if query_norm is not None:
+            query_norm = _load_vector(query_norm, HEAD_DIM, BLOCK_HALF)
+        if key_norm is not None:
+            key_norm = _load_vector(key_norm, HEAD_DIM, BLOCK_HALF)
+
+        zero = (tl.zeros([BLOCK_ROWS, BLOCK_HALF], tl.float32), tl.zeros([BLOCK_ROWS, BLOCK_HALF], tl.float32))
+        own_key, key_inverse_R, key_normal = _finish(raw_key, key_norm, cos, sin, eps, KEY_NORM_FIRST, HEAD_DIM)
+        own_key_grad = zero
+        if finished_key_grad is not None:
+            own_key_grad = _float(_load(finished_key_grad, head_R, place, HEAD_DIM, BLOCK_HALF))
+        mean_grad = zero
+        if mixed_value_grad is not None:
+            grad = _float(_load(mixed_value_grad, head_R, place, HEAD_DIM, BLOCK_HALF))
+            mean = zero
+            for g in tl.static_range(GROUP):
+                x, _, _ = _finish(raw_queries[g], query_norm, cos, sin, eps, True, HEAD_DIM)
+                mean = _add(mean, x)
+            mean = _scale(scaling / GROUP, mean)
+
+            # the gradient of a weight is the product of its value with the gradient of the mix
+            own_score_R = _dot(mean, own_key)
+            own_product_R = _dot(grad, _float(_load(value, head_R, place, HEAD_DIM, BLOCK_HALF)))
+            highest_R = own_score_R
+            keys = ()
+            scores = ()
+            products = ()
+            for i in tl.static_range(len(source_keys)):
+                source_key = _load(source_keys[i], head_R, place, HEAD_DIM, BLOCK_HALF)
+                score_R = _dot(mean, _float(source_key))
+                products += (_dot(grad, _float(_load(source_values[i], head_R, place, HEAD_DIM, BLOCK_HALF))),)
+                keys += (source_key,)
+                scores += (score_R,)
+                highest_R = tl.maximum(highest_R, score_R)
+            own_weight_R = tl.exp(own_score_R - highest_R)
+            total_R = own_weight_R
+            product_R = own_weight_R * own_product_R
+            for i in tl.static_range(len(source_keys)):
+                odds_R = tl.exp(scores[i] - highest_R)
+                total_R += odds_R
+                product_R += odds_R * products[i]
+            product_R = product_R / total_R
+
+            own_weight_R = own_weight_R / total_R
+            score_grad_R = own_weight_R * (own_product_R - product_R)
+            _store(value_grad, _scale(own_weight_R[:, None], grad), head_R, KV_HEADS, place, HEAD_DIM, BLOCK_HALF)
+            own_key_grad = _add(own_key_grad, _scale(score_grad_R[:, None], mean))
+            mean_grad = _scale(score_grad_R[:, None], own_key)
+            for i in tl.static_range(len(source_keys)):
+                weight_R = tl.exp(scores[i] - highest_R) / total_R
+                score_grad_R = weight_R * (products[i] - product_R)
+                source_key_grad = _scale(score_grad_R[:, None], mean)
+                source_value_grad = _scale(weight_R[:, None], grad)
+                _store(source_key_grads[i], source_key_grad, head_R, KV_HEADS, place, HEAD_DIM, BLOCK_HALF)
+                _store(source_value_grads[i], source_value_grad, head_R, KV_HEADS, place, HEAD_DIM, BLOCK_HALF)
+                source_key = keys[i]
+                if len(source_keys) > MAX_HELD_SOURCES:
+                    source_key = _load(source_keys[i], head_R, place, HEAD_DIM, BLOCK_HALF)
+                mean_grad = _add(mean_grad, _scale(score_grad_R[:, None], _float(source_key)))
+            mean_grad = _scale(scaling / GROUP, mean_grad)
+
+        own_key_grad, key_norm_grad = _finish_backward(
+            own_key_grad, key_inverse_R, key_normal, key_norm, zero, cos, sin, KEY_NORM_FIRST, HEAD_DIM
+        )
+        _store(key_grad, own_key_grad, head_R, KV_HEADS, place, HEAD_DIM, BLOCK_HALF)
+        query_norm_grad = zero
+        for g in tl.static_range(GROUP):
+            _, query_inverse_R, query_normal = _finish(raw_queries[g], query_norm, cos, sin, eps, True, HEAD_DIM)
+            one_query_grad = mean_grad
+            if finished_query_grad is not None:
+                one_query_grad = _add(mean_grad, _float(query_grads[g]))
+            one_query_grad, query_norm_grad = _finish_backward(
+                one_query_grad, query_inverse_R, query_normal, query_norm, query_norm_grad, cos, sin, True, HEAD_DIM
+            )
+            _store(query_grad, one_query_grad, head_R * GROUP + g, KV_HEADS * GROUP, place, HEAD_DIM, BLOCK_HALF)
+        if norm_grads is not None:
+            _store_column_sums(norm_grads, 0, query_norm_grad, HEAD_DIM, BLOCK_HALF)
+            _store_column_sums(norm_grads, 1, key_norm_grad, HEAD_DIM, BLOCK_HALF)
+
+
+MAX_HEAD_DIM = 256
+# by 128 threads; the fastest on an H200
+FORWARD_ELEMENTS, BACKWARD_ELEMENTS = 512, 256
+WARP_SIZE = 64 if torch.version.hip else 32
+
+
+def norm_rotary_mix_obstacle(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], *others: Tensor | None):
+    """Why the kernels cannot work on these tensors, as the end of a sentence about the kernel; None if they can."""
+    if query.shape[-1] > MAX_HEAD_DIM:
+        return f"supports head dims up to {MAX_HEAD_DIM}, not {query.shape[-1]}"
+    return triton_obstacle((query, *keys, *values, *(tensor for tensor in others if tensor is not None)))
+
+
+def norm_rotary_mix_forward(
+    query: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    scaling: float,
+    eps: float,
+    key_norm_first: bool,
+) -> list[Tensor]:
+    """
+    `keys` and `values` have the layer's own last; without `values` nothing is mixed. Returns, in this order, the
+    finished query and key if there are norms or a rotation, and the mixed value if there are values.
+    """
+    outputs = _new_outputs(query, keys, values, query_norm, key_norm, cos)
+    finished = outputs[:2] if len(outputs) > 1 else (None, None)
+    mixed = outputs[-1] if values else None
+    programs, constants = _launch(query, keys[-1], FORWARD_ELEMENTS)
+    if programs:
+        with device_of(query):
+            norm_rotary_mix_fwd_kernel[(programs,)](
+                _argument(query),
+                _argument(keys[-1]),
+                _argument(values[-1] if values else None),
+                tuple(map(_argument, keys[:-1])),
+                tuple(map(_argument, values[:-1])),
+                query_norm,
+                key_norm,
+                _table_argument(cos),
+                _table_argument(sin),
+                *finished,
+                mixed,
+                query.shape[2],
+                scaling,
+                eps,
+                KEY_NORM_FIRST=key_norm_first,
+                **constants,
+            )
+    return outputs
+
+
+def norm_rotary_mix_backward(
+    output_grads: Sequence[Tensor | None],
+    query: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    scaling: float,
+    eps: float,
+    key_norm_first: bool,
+) -> list[Tensor]:
+    """
+    Returns the gradients of the query, of each key, of each value, and, if there are norms, those of the weights of
+    the query norm and the key norm as one fp32 tensor `[2, D]`.
+    """
+    finished_grads = output_grads[:2] if len(output_grads) > 1 else (None, None)
+    mixed_grad = output_grads[-1] if values else None
+    input_grads = _new_input_grads(query, keys, values)
+    query_grad, key_grads, value_grads = input_grads[0], input_grads[1 : 1 + len(keys)], input_grads[1 + len(keys) :]
+    programs, constants = _launch(query, keys[-1], BACKWARD_ELEMENTS)
+    has_norms = query_norm is not None or key_norm is not None
+    norm_grads = query.new_empty((programs, 2, query.shape[-1]), dtype=torch.float32) if has_norms else None
+    if programs:
+        with device_of(query):
+            norm_rotary_mix_bwd_kernel[(programs,)](
+                *map(_argument, (*finished_grads, mixed_grad)),
+                _argument(query),
+                _argument(keys[-1]),
+                _argument(values[-1] if values else None),
+                tuple(map(_argument, keys[:-1])),
+                tuple(map(_argument, values[:-1])),
+                query_norm,
+                key_norm,
+                _table_argument(cos),
+                _table_argument(sin),
+                query_grad,
+                key_grads[-1],
+                value_grads[-1] if values else None,
+                tuple(key_grads[:-1]),
+                tuple(value_grads[:-1]),
+                norm_grads,
+                query.shape[2],
+                scaling,
+                eps,
+                KEY_NORM_FIRST=key_norm_first,
+                **constants,
+            )
+    return [*input_grads, norm_grads.sum(0)] if has_norms else input_grads
+
+
+def _argument(tensor: Tensor | None) -> tuple | None:
+    return None if tensor is None else (tensor, *tensor.stride())
+
+
+def _table_argument(table: Tensor | None) -> tuple | None:
+    """The tuple of a table `[B or 1, T, D]`, which all heads share."""
+    if table is None:
+        return None
+    batch_stride, token_stride, column_stride = table.stride()
+    return table, batch_stride if table.shape[0] > 1 else 0, 0, token_stride, column_stride
+
+
+def _new_like(tensor: Tensor) -> Tensor:
+    """Fresh memory for `[B, H, T, D]` in the order of a projection's output, `[B, T, H, D]`."""
+    batch, heads, tokens, head_dim = tensor.shape
+    return tensor.new_empty((batch, tokens, heads, head_dim)).transpose(1, 2)
+
+
+def _new_outputs(query, keys, values, query_norm, key_norm, cos) -> list[Tensor]:
+    finishes = not (query_norm is None and key_norm is None and cos is None)
+    outputs = [query, keys[-1]] if finishes else []
+    return [_new_like(tensor) for tensor in (*outputs, *values[-1:])]
+
+
+def _new_input_grads(query, keys, values) -> list[Tensor]:
+    return [_new_like(tensor) for tensor in (query, *keys, *values)]
+
+
+def _launch(query: Tensor, key: Tensor, elements: int) -> tuple[int, dict[str, int]]:
+    """
+    Number of programs, and the constants of a kernel that works on so many elements of a half at once. They are the
+    same for any number of tokens, so that a token's result does not depend on how many there are.
+    """
+    batch, heads, tokens, head_dim = query.shape
+    kv_heads = key.shape[1]
+    block_half = triton.next_power_of_2((head_dim + 1) // 2)
+    block_rows = elements // block_half
+    constants = {
+        "GROUP": heads // kv_heads,
+        "KV_HEADS": kv_heads,
+        "HEAD_DIM": head_dim,
+        "BLOCK_ROWS": block_rows,
+        "BLOCK_HALF": block_half,
+        "num_warps": 128 // WARP_SIZE,
+    }
+    return batch * triton.cdiv(tokens * kv_heads, block_rows), constants
+
+
+_NAMESPACE = operation_namespace(__name__)
+norm_rotary_mix_op = torch.library.custom_op(
+    f"{_NAMESPACE}::norm_rotary_mix", norm_rotary_mix_forward, mutates_args=()
+)
+norm_rotary_mix_backward_op = torch.library.custom_op(
+    f"{_NAMESPACE}::norm_rotary_mix_backward", norm_rotary_mix_backward, mutates_args=()
+)
+
+
+@norm_rotary_mix_op.register_fake
+def _(query, keys, values, query_norm, key_norm, cos, sin, scaling, eps, key_norm_first):
+    return _new_outputs(query, keys, values, query_norm, key_norm, cos)
+
+
+@norm_rotary_mix_backward_op.register_fake
+def _(output_grads, query, keys, values, query_norm, key_norm, cos, sin, scaling, eps, key_norm_first):
+    grads = _new_input_grads(query, keys, values)
+    if not (query_norm is None and key_norm is None):
+        grads.append(query.new_empty((2, query.shape[-1]), dtype=torch.float32))
+    return grads
+
+
+def _save_for_backward(ctx, inputs, output):
+    query, keys, values, query_norm, key_norm, cos, sin, *ctx.constants = inputs
+    ctx.entries = len(keys), len(values)
+    ctx.save_for_backward(query, query_norm, key_norm, cos, sin, *keys, *values)
+
+
+def _backward(ctx, output_grads):
+    query, query_norm, key_norm, cos, sin, *entries = ctx.saved_tensors
+    keys, values = entries[: ctx.entries[0]], entries[ctx.entries[0] :]
+    grads = norm_rotary_mix_backward_op(
+        output_grads, query, keys, values, query_norm, key_norm, cos, sin, *ctx.constants
+    )
+    query_grad, key_grads, value_grads = grads[0], grads[1 : 1 + len(keys)], grads[1 + len(keys) : 1 + len(entries)]
+    norm_grads = [
+        None if norm is None else grads[-1][i].to(norm.dtype) for i, norm in enumerate((query_norm, key_norm))
+    ]
+    return query_grad, key_grads, value_grads, *norm_grads, None, None, None, None, None
+
+
+norm_rotary_mix_op.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+def run_norm_rotary_mix(query: Tensor, *arguments) -> list[Tensor]:
+    """The operation; outside of training and tracing the kernel itself, since dispatch costs more than it computes."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or type(query) is not Tensor:
+        return norm_rotary_mix_op(query, *arguments)
+    return norm_rotary_mix_forward(query, *arguments)
