@@ -18,7 +18,7 @@ test-fast: $(VENV)/ready
 	$(VENV)/bin/python -m pytest -n 2 -m "not slow" tests
 
 test-gpu: $(VENV)/ready
-	$(VENV)/bin/python -m pytest -m gpu tests
+	$(VENV)/bin/python -m pytest tests/gpu tests/kernels
 
 quality: $(VENV)/ready
 	$(VENV)/bin/ruff check .

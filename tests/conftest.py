@@ -54,6 +54,8 @@ def pytest_addoption(parser):
 def pytest_runtest_setup(item):
     if item.get_closest_marker("triton") and depth_implementations.triton is None:
         pytest.skip("needs Triton")
+    if item.get_closest_marker("interpreter") and not depth_implementations.INTERPRETED:
+        pytest.skip("needs Triton's interpreter")
 
 
 @pytest.fixture(autouse=True)

@@ -25,8 +25,6 @@ except ImportError:
     triton = None
 
 if triton is not None:
-    # more keys than this are read again from the cache rather than held in registers
-    MAX_HELD_SOURCES = tl.constexpr(4)
 
     @triton.jit
     def _rows(tokens, KV_HEADS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
@@ -62,6 +60,19 @@ if triton is not None:
         )
         low, low_mask, high, high_mask = _halves(pointer_R[:, None], valid_R[:, None], tensor[4], HEAD_DIM, BLOCK_HALF)
         return tl.load(low, mask=low_mask, other=0.0), tl.load(high, mask=high_mask, other=0.0)
+
+    @triton.jit
+    def _chosen(pointers, i):
+        # a tuple has no element at a number that is known at run time only
+        address = pointers[0].to(tl.int64)
+        for j in tl.static_range(1, len(pointers)):
+            address = tl.where(i == j, pointers[j].to(tl.int64), address)
+        return tl.multiple_of(address.to(pointers[0].dtype), 16)
+
+    @triton.jit
+    def _load_source(pointers, strides, i, head_R, place, HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr):
+        tensor = (_chosen(pointers, i), strides[0], strides[1], strides[2], strides[3])
+        return _float(_load(tensor, head_R, place, HEAD_DIM, BLOCK_HALF))
 
     @triton.jit
     def _load_vector(pointer, HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr):
@@ -151,13 +162,15 @@ if triton is not None:
             grad = _rotate_backward(grad, cos, sin)
         return grad, weight_grad
 
-    @triton.jit(do_not_specialize=["tokens"])
+    @triton.jit(do_not_specialize=["tokens", "sources"])
     def norm_rotary_mix_fwd_kernel(
         query,
         key,
         value,
         source_keys,
         source_values,
+        source_strides,
+        sources,
         query_norm,
         key_norm,
         cos,
@@ -201,19 +214,35 @@ if triton is not None:
             mean = _scale(scaling / GROUP, mean)
             own_score_R = _dot(mean, own_key)
             highest_R = own_score_R
-            scores = ()
-            for i in tl.static_range(len(source_keys)):
-                score_R = _dot(mean, _float(_load(source_keys[i], head_R, place, HEAD_DIM, BLOCK_HALF)))
-                scores += (score_R,)
-                highest_R = tl.maximum(highest_R, score_R)
-            odds_R = tl.exp(own_score_R - highest_R)
-            total_R = odds_R
-            mixed = _scale(odds_R[:, None], _float(_load(value, head_R, place, HEAD_DIM, BLOCK_HALF)))
-            for i in tl.static_range(len(source_keys)):
-                odds_R = tl.exp(scores[i] - highest_R)
-                total_R += odds_R
-                source_value = _float(_load(source_values[i], head_R, place, HEAD_DIM, BLOCK_HALF))
-                mixed = _add(mixed, _scale(odds_R[:, None], source_value))
+            mixed = _float(_load(value, head_R, place, HEAD_DIM, BLOCK_HALF))
+            if source_strides is None:
+                scores = ()
+                for i in tl.static_range(len(source_keys)):
+                    score_R = _dot(mean, _float(_load(source_keys[i], head_R, place, HEAD_DIM, BLOCK_HALF)))
+                    scores += (score_R,)
+                    highest_R = tl.maximum(highest_R, score_R)
+                total_R = tl.exp(own_score_R - highest_R)
+                mixed = _scale(total_R[:, None], mixed)
+                for i in tl.static_range(len(source_keys)):
+                    odds_R = tl.exp(scores[i] - highest_R)
+                    total_R += odds_R
+                    source_value = _float(_load(source_values[i], head_R, place, HEAD_DIM, BLOCK_HALF))
+                    mixed = _add(mixed, _scale(odds_R[:, None], source_value))
+            else:
+                total_R = tl.full([BLOCK_ROWS], 1.0, tl.float32)
+                for i in range(sources):
+                    score_R = _dot(
+                        mean, _load_source(source_keys, source_strides[0], i, head_R, place, HEAD_DIM, BLOCK_HALF)
+                    )
+                    source_value = _load_source(
+                        source_values, source_strides[1], i, head_R, place, HEAD_DIM, BLOCK_HALF
+                    )
+                    previous_R = highest_R
+                    highest_R = tl.maximum(previous_R, score_R)
+                    kept_R = tl.exp(previous_R - highest_R)
+                    odds_R = tl.exp(score_R - highest_R)
+                    total_R = total_R * kept_R + odds_R
+                    mixed = _add(_scale(kept_R[:, None], mixed), _scale(odds_R[:, None], source_value))
             mixed = _scale((1.0 / total_R)[:, None], mixed)
             _store(mixed_value, mixed, head_R, KV_HEADS, place, HEAD_DIM, BLOCK_HALF)
         if finished_query is not None:
@@ -221,7 +250,7 @@ if triton is not None:
                 _store(finished_query, queries[g], head_R * GROUP + g, KV_HEADS * GROUP, place, HEAD_DIM, BLOCK_HALF)
             _store(finished_key, own_key, head_R, KV_HEADS, place, HEAD_DIM, BLOCK_HALF)
 
-    @triton.jit(do_not_specialize=["tokens"])
+    @triton.jit(do_not_specialize=["tokens", "sources"])
     def norm_rotary_mix_bwd_kernel(
         finished_query_grad,
         finished_key_grad,
@@ -231,6 +260,8 @@ if triton is not None:
         value,
         source_keys,
         source_values,
+        source_strides,
+        sources,
         query_norm,
         key_norm,
         cos,
@@ -286,41 +317,70 @@ if triton is not None:
             own_score_R = _dot(mean, own_key)
             own_product_R = _dot(grad, _float(_load(value, head_R, place, HEAD_DIM, BLOCK_HALF)))
             highest_R = own_score_R
-            keys = ()
-            scores = ()
-            products = ()
-            for i in tl.static_range(len(source_keys)):
-                source_key = _load(source_keys[i], head_R, place, HEAD_DIM, BLOCK_HALF)
-                score_R = _dot(mean, _float(source_key))
-                products += (_dot(grad, _float(_load(source_values[i], head_R, place, HEAD_DIM, BLOCK_HALF))),)
-                keys += (source_key,)
-                scores += (score_R,)
-                highest_R = tl.maximum(highest_R, score_R)
-            own_weight_R = tl.exp(own_score_R - highest_R)
-            total_R = own_weight_R
-            product_R = own_weight_R * own_product_R
-            for i in tl.static_range(len(source_keys)):
-                odds_R = tl.exp(scores[i] - highest_R)
-                total_R += odds_R
-                product_R += odds_R * products[i]
+            if source_strides is None:
+                keys = ()
+                scores = ()
+                products = ()
+                for i in tl.static_range(len(source_keys)):
+                    source_key = _load(source_keys[i], head_R, place, HEAD_DIM, BLOCK_HALF)
+                    source_value = _load(source_values[i], head_R, place, HEAD_DIM, BLOCK_HALF)
+                    score_R = _dot(mean, _float(source_key))
+                    keys += (source_key,)
+                    scores += (score_R,)
+                    products += (_dot(grad, _float(source_value)),)
+                    highest_R = tl.maximum(highest_R, score_R)
+                total_R = tl.exp(own_score_R - highest_R)
+                product_R = total_R * own_product_R
+                for i in tl.static_range(len(source_keys)):
+                    odds_R = tl.exp(scores[i] - highest_R)
+                    total_R += odds_R
+                    product_R += odds_R * products[i]
+            else:
+                total_R = tl.full([BLOCK_ROWS], 1.0, tl.float32)
+                product_R = own_product_R
+                for i in range(sources):
+                    source_key = _load_source(source_keys, source_strides[0], i, head_R, place, HEAD_DIM, BLOCK_HALF)
+                    source_value = _load_source(
+                        source_values, source_strides[1], i, head_R, place, HEAD_DIM, BLOCK_HALF
+                    )
+                    score_R = _dot(mean, source_key)
+                    previous_R = highest_R
+                    highest_R = tl.maximum(previous_R, score_R)
+                    kept_R = tl.exp(previous_R - highest_R)
+                    odds_R = tl.exp(score_R - highest_R)
+                    total_R = total_R * kept_R + odds_R
+                    product_R = product_R * kept_R + odds_R * _dot(grad, source_value)
             product_R = product_R / total_R
 
-            own_weight_R = own_weight_R / total_R
+            own_weight_R = tl.exp(own_score_R - highest_R) / total_R
             score_grad_R = own_weight_R * (own_product_R - product_R)
             _store(value_grad, _scale(own_weight_R[:, None], grad), head_R, KV_HEADS, place, HEAD_DIM, BLOCK_HALF)
             own_key_grad = _add(own_key_grad, _scale(score_grad_R[:, None], mean))
             mean_grad = _scale(score_grad_R[:, None], own_key)
-            for i in tl.static_range(len(source_keys)):
-                weight_R = tl.exp(scores[i] - highest_R) / total_R
-                score_grad_R = weight_R * (products[i] - product_R)
-                source_key_grad = _scale(score_grad_R[:, None], mean)
-                source_value_grad = _scale(weight_R[:, None], grad)
-                _store(source_key_grads[i], source_key_grad, head_R, KV_HEADS, place, HEAD_DIM, BLOCK_HALF)
-                _store(source_value_grads[i], source_value_grad, head_R, KV_HEADS, place, HEAD_DIM, BLOCK_HALF)
-                source_key = keys[i]
-                if len(source_keys) > MAX_HELD_SOURCES:
-                    source_key = _load(source_keys[i], head_R, place, HEAD_DIM, BLOCK_HALF)
-                mean_grad = _add(mean_grad, _scale(score_grad_R[:, None], _float(source_key)))
+            if source_strides is None:
+                for i in tl.static_range(len(source_keys)):
+                    weight_R = tl.exp(scores[i] - highest_R) / total_R
+                    score_grad_R = weight_R * (products[i] - product_R)
+                    mean_grad = _add(mean_grad, _scale(score_grad_R[:, None], _float(keys[i])))
+                    key_grad_i = _scale(score_grad_R[:, None], mean)
+                    value_grad_i = _scale(weight_R[:, None], grad)
+                    _store(source_key_grads[i], key_grad_i, head_R, KV_HEADS, place, HEAD_DIM, BLOCK_HALF)
+                    _store(source_value_grads[i], value_grad_i, head_R, KV_HEADS, place, HEAD_DIM, BLOCK_HALF)
+            else:
+                for i in range(sources):
+                    source_key = _load_source(source_keys, source_strides[0], i, head_R, place, HEAD_DIM, BLOCK_HALF)
+                    source_value = _load_source(
+                        source_values, source_strides[1], i, head_R, place, HEAD_DIM, BLOCK_HALF
+                    )
+                    weight_R = tl.exp(_dot(mean, source_key) - highest_R) / total_R
+                    score_grad_R = weight_R * (_dot(grad, source_value) - product_R)
+                    mean_grad = _add(mean_grad, _scale(score_grad_R[:, None], source_key))
+                    key_grad_i = _scale(score_grad_R[:, None], mean)
+                    value_grad_i = _scale(weight_R[:, None], grad)
+                    pointer = _chosen(source_key_grads, i)
+                    _store(pointer, key_grad_i, head_R, KV_HEADS, place, HEAD_DIM, BLOCK_HALF)
+                    pointer = _chosen(source_value_grads, i)
+                    _store(pointer, value_grad_i, head_R, KV_HEADS, place, HEAD_DIM, BLOCK_HALF)
             mean_grad = _scale(scaling / GROUP, mean_grad)
 
         own_key_grad, key_norm_grad = _finish_backward(
@@ -343,6 +403,8 @@ if triton is not None:
 
 
 MAX_HEAD_DIM = 256
+FEW_SOURCES = 4
+MANY_SOURCES = (8, 16, 32, 64, 96)
 # by 128 threads; the fastest on an H200
 FORWARD_ELEMENTS, BACKWARD_ELEMENTS = 512, 256
 WARP_SIZE = 64 if torch.version.hip else 32
@@ -352,6 +414,11 @@ def norm_rotary_mix_obstacle(query: Tensor, keys: Sequence[Tensor], values: Sequ
     """Why the kernels cannot work on these tensors, as the end of a sentence about the kernel; None if they can."""
     if query.shape[-1] > MAX_HEAD_DIM:
         return f"supports head dims up to {MAX_HEAD_DIM}, not {query.shape[-1]}"
+    sources = len(keys) - 1
+    if sources > MANY_SOURCES[-1]:
+        return f"supports up to {MANY_SOURCES[-1]} sources, not {sources}"
+    if sources > FEW_SOURCES and any(len({t.dtype for t in tensors[:-1]}) > 1 for tensors in (keys, values)):
+        return f"needs keys and values each of one dtype if they are of more than {FEW_SOURCES} sources"
     return triton_obstacle((query, *keys, *values, *(tensor for tensor in others if tensor is not None)))
 
 
@@ -381,8 +448,7 @@ def norm_rotary_mix_forward(
                 _argument(query),
                 _argument(keys[-1]),
                 _argument(values[-1] if values else None),
-                tuple(map(_argument, keys[:-1])),
-                tuple(map(_argument, values[:-1])),
+                *_source_arguments(keys[:-1], values[:-1]),
                 query_norm,
                 key_norm,
                 _table_argument(cos),
@@ -429,8 +495,7 @@ def norm_rotary_mix_backward(
                 _argument(query),
                 _argument(keys[-1]),
                 _argument(values[-1] if values else None),
-                tuple(map(_argument, keys[:-1])),
-                tuple(map(_argument, values[:-1])),
+                *_source_arguments(keys[:-1], values[:-1]),
                 query_norm,
                 key_norm,
                 _table_argument(cos),
@@ -438,8 +503,8 @@ def norm_rotary_mix_backward(
                 query_grad,
                 key_grads[-1],
                 value_grads[-1] if values else None,
-                tuple(key_grads[:-1]),
-                tuple(value_grads[:-1]),
+                _padded(key_grads[:-1]),
+                _padded(value_grads[:-1]),
                 norm_grads,
                 query.shape[2],
                 scaling,
@@ -452,6 +517,32 @@ def norm_rotary_mix_backward(
 
 def _argument(tensor: Tensor | None) -> tuple | None:
     return None if tensor is None else (tensor, *tensor.stride())
+
+
+def _source_arguments(keys: Sequence[Tensor], values: Sequence[Tensor]) -> tuple:
+    """
+    The sources, their common strides and their number. Few of them, as each has strides of its own: kernels for few
+    sources are unrolled over them. Many of them, as pointers that a loop runs over.
+    """
+    if len(keys) <= FEW_SOURCES:
+        return tuple(map(_argument, keys)), tuple(map(_argument, values)), None, len(keys)
+    tensors = [_alike(tensors) for tensors in (keys, values)]
+    return *map(_padded, tensors), tuple(x[0].stride() for x in tensors), len(keys)
+
+
+def _alike(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The tensors, copied if they are not aligned and laid out alike, as all layers' keys are, and all values."""
+    strides = tensors[0].stride()
+    if all(tensor.stride() == strides and tensor.data_ptr() % 16 == 0 for tensor in tensors):
+        return tensors
+    return [_new_like(tensor).copy_(tensor) for tensor in tensors]
+
+
+def _padded(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The tensors, and the last again until there are as many as some kernel takes, so that there are few kernels."""
+    if len(tensors) <= FEW_SOURCES:
+        return tuple(tensors)
+    return (*tensors, *tensors[-1:] * (next(n for n in MANY_SOURCES if n >= len(tensors)) - len(tensors)))
 
 
 def _table_argument(table: Tensor | None) -> tuple | None:

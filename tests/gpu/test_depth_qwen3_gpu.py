@@ -1,6 +1,8 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """Depth-Attention on a CUDA device: attention backends, caches, autocast, compilation, placement."""
 
+import itertools
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -45,6 +47,33 @@ def relative_error(actual, expected):
 def test_logits_equal_those_of_the_cpu(build, model, ids):
     expected = build(**FIELDS)(ids.cpu()).logits
     assert (model(ids).logits.cpu() - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("fields", [{"depth_stride": 1}, {"depth_stride": 2, "key_norm_position": "after_rope"}])
+def test_kernels_are_the_same_function(build, ids, fields):
+    """Loss and gradients, in fp32 and, next to what plain PyTorch loses there, in bf16."""
+    losses, grads = {}, {}
+    for impl, dtype in itertools.product(("reference", "triton"), (torch.float32, torch.bfloat16)):
+        model = build(**FIELDS | fields, depth_impl=impl).cuda().train().to(dtype)
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        losses[impl, dtype], grads[impl, dtype] = loss.item(), gradients(model)
+    exact = grads["reference", torch.float32]
+    assert abs(losses["triton", torch.float32] - losses["reference", torch.float32]) < 1e-5
+    for name in exact:
+        assert relative_error(grads["triton", torch.float32][name], exact[name]) < 1e-4, name
+        plain = relative_error(grads["reference", torch.bfloat16][name], exact[name])
+        assert relative_error(grads["triton", torch.bfloat16][name], exact[name]) < 1.5 * plain + 1e-2, name
+
+
+def test_training_is_deterministic(build, ids):
+    model = build(**FIELDS, depth_impl="triton").cuda().train().bfloat16()
+    results = []
+    for _ in range(2):
+        model.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        results.append({name: grad for name, grad in gradients(model).items() if "embed" not in name})
+    assert all(torch.equal(grad, results[1][name]) for name, grad in results[0].items())
 
 
 @torch.no_grad()
@@ -114,9 +143,9 @@ def test_low_precision_training(build, ids, parameters, autocast):
         assert relative_error(gradient, expected[name]) < 0.15, name
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_compiled_training(build, token_ids, checkpointing):
-    model = build(**FIELDS).cuda().train()
+@pytest.mark.parametrize(("impl", "checkpointing"), [("triton", False), ("triton", True), ("reference", False)])
+def test_compiled_training(build, token_ids, impl, checkpointing):
+    model = build(**FIELDS, depth_impl=impl).cuda().train()
     if checkpointing:
         model.gradient_checkpointing_enable()
     compiled = torch.compile(model, fullgraph=True)

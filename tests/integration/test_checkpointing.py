@@ -32,7 +32,7 @@ def test_gradients_are_exact(
     assert_same_gradients(gradients(model, ids), expected, tolerance=1e-10)
 
 
-@pytest.mark.triton
+@pytest.mark.interpreter
 @BOTH_MODES
 def test_with_kernels(
     family, use_reentrant, build_awake, token_ids, gradients, assert_same_gradients, enable_checkpointing

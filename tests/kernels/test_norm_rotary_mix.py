@@ -234,8 +234,16 @@ class TestKernel:
         layer = Layer(1, 2, 2, 5, 16, 1)
         check(layer, tensors={n: t for n, t in layer.tensors.items() if n != norm})
 
-    def test_many_sources(self):
-        check(Layer(1, 1, 2, 2, 8, 23))
+    @pytest.mark.parametrize("sources", [5, 23])
+    def test_many_sources(self, sources):
+        layer = Layer(2, 1, 2, 2, 8, sources)
+        check(layer)
+        check(Layer(1, 2, 2, 3, 8, sources, dtype=torch.bfloat16, norms=False, rotary=False))
+        # of different layouts, and not aligned
+        tensors = dict(layer.tensors)
+        tensors["key_1"] = tensors["key_1"].contiguous()
+        tensors["value_2"] = torch.cat([tensors["value_2"]] * 2, -1)[..., 1:9]
+        check(layer, tensors=tensors)
 
     @pytest.mark.parametrize(
         "layout",
@@ -377,6 +385,11 @@ class TestErrors:
             (lambda t: t | {"query": t["query"].double()}, "torch.float64"),
             (lambda t: {n: x.repeat(*[1] * (x.ndim - 1), 33) for n, x in t.items()}, "head dims up to 256, not 264"),
             (lambda t: t | {"key": t["key"].to("meta")}, "one device, not on .*meta"),
+            (
+                lambda t: t | {f"{k}_{i}": t[k] for k in ("key", "value") for i in range(1, 97)},
+                "up to 96 sources, not 97",
+            ),
+            (lambda t: t | {f"{k}_{i}": t[k].half() for k in ("key", "value") for i in range(1, 6)}, "one dtype"),
         ],
     )
     def test_explicit_kernel_does_not_fall_back(self, change, reason):

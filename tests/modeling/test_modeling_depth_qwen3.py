@@ -382,7 +382,7 @@ class TestImplementations:
         ids = token_ids(2, 7)
         assert_close(build(depth_impl="reference")(ids).logits, build(depth_impl="auto")(ids).logits)
 
-    @pytest.mark.triton
+    @pytest.mark.interpreter
     def test_explicit_kernel_does_not_fall_back(self, build, token_ids):
         for fields in ({}, {"depth_stride": 0}):
             with pytest.raises(RuntimeError, match="impl='triton': .* not torch.float64"):
@@ -393,7 +393,7 @@ class TestImplementations:
         with pytest.raises(RuntimeError, match="impl='triton': .* needs the package triton"):
             build(depth_impl="triton")
 
-    @pytest.mark.triton
+    @pytest.mark.interpreter
     @pytest.mark.parametrize(
         "fields", [{"depth_stride": 2}, {"depth_stride": 1, "key_norm_position": "after_rope"}], ids=["half", "every"]
     )
@@ -415,12 +415,12 @@ class TestImplementations:
         for name, grad in grads.items():
             assert (kernel_grads[name] - grad).norm() < 1e-4 * grad.norm(), name
 
-    @pytest.mark.triton
+    @pytest.mark.interpreter
     def test_kernels_without_mixing(self, build, vanilla_twin, token_ids):
         model, ids = build(depth_impl="triton", depth_stride=0), token_ids(2, 7)
         assert_close(model(ids).logits, vanilla_twin(model)(ids).logits)
 
-    @pytest.mark.triton
+    @pytest.mark.interpreter
     def test_autocast_with_kernels(self, build, token_ids):
         ids = token_ids(2, 7)
         exact = build(depth_stride=1)(ids).logits
@@ -430,7 +430,7 @@ class TestImplementations:
                 errors.append((build(depth_impl=impl, depth_stride=1)(ids).logits.float() - exact).norm())
         assert errors[1] < 1.5 * errors[0]
 
-    @pytest.mark.triton
+    @pytest.mark.interpreter
     def test_compiled_with_kernels(self, build, token_ids):
         model, ids = build(depth_impl="triton", depth_stride=1), token_ids(2, 7)
         model(ids, labels=ids).loss.backward()
@@ -440,7 +440,7 @@ class TestImplementations:
         for name, parameter in model.named_parameters():
             assert (parameter.grad - expected[name]).norm() < 1e-4 * expected[name].norm(), name
 
-    @pytest.mark.triton
+    @pytest.mark.interpreter
     @torch.no_grad()
     @pytest.mark.parametrize("norm", ["q_norm", "k_norm"])
     @pytest.mark.parametrize(
