@@ -74,25 +74,28 @@ def check_function() -> None:
     require(error(torch.cat(steps, 1), exact) < 1e-4, "decoding with a cache gives the logits of the full forward")
 
 
-def compare(name: str, size: str, prepare, *, together: bool = True, **options) -> Iterator[Measurement]:
+def compare(
+    name: str, size: str, prepare, *, together: bool = True, models=tuple(MODELS), layers: int = 48, **options
+) -> Iterator[Measurement]:
     """
     Measures `prepare(model)()` for each model, in turns while both are in memory; one after the other where they do
     not fit `together`.
     """
-    groups = [list(MODELS)] if together else [[model_name] for model_name in MODELS]
     yardstick = None
-    for group in groups:
-        timings = measure([prepare(build(model_name, size)) for model_name in group], **options)
+    for group in [models] if together else [[model_name] for model_name in models]:
+        built = [build(model_name, size, num_hidden_layers=layers) for model_name in group]
+        timings = measure([prepare(model) for model in built], **options)
         for model_name, timing in zip(group, timings, strict=True):
             yardstick = yardstick or timing.median
             yield Measurement(
                 *(name, size, model_name, timing.median, min(timing.times), max(timing.times), timing.peak_gib),
                 ratio=timing.median / yardstick,
             )
+        del built
         release_memory()
 
 
-def train_step(name: str, size: str, *, compiled: bool = False) -> Iterator[Measurement]:
+def train_step(name: str, size: str, *, compiled: bool = False, **options) -> Iterator[Measurement]:
     """Forward, loss, backward and AdamW, on sequences of 2048 tokens."""
 
     def prepare(model):
@@ -108,7 +111,7 @@ def train_step(name: str, size: str, *, compiled: bool = False) -> Iterator[Meas
 
         return step
 
-    yield from compare(name, size, prepare, together=False)
+    yield from compare(name, size, prepare, together=False, **options)
 
 
 def prefill(name: str, size: str, *, length: int, **options) -> Iterator[Measurement]:
@@ -126,7 +129,9 @@ def prefill(name: str, size: str, *, length: int, **options) -> Iterator[Measure
     yield from compare(name, size, prepare, **options)
 
 
-def decode(name: str, size: str, *, batch: int, compiled: bool, context: int = 2048) -> Iterator[Measurement]:
+def decode(
+    name: str, size: str, *, batch: int, compiled: bool, context: int = 2048, **options
+) -> Iterator[Measurement]:
     """One token for each sequence: eager with a growing cache, or compiled to a CUDA graph with a static one."""
 
     def prepare(model):
@@ -147,17 +152,19 @@ def decode(name: str, size: str, *, batch: int, compiled: bool, context: int = 2
 
         return step
 
-    yield from compare(name, size, prepare, warmup=8, repeats=31)
+    yield from compare(name, size, prepare, warmup=8, repeats=31, **options)
 
 
+# where a model takes long to compile or to run
+STOCK_AND_OURS = ("stock Qwen3", "Depth-Attention")
 CASES = {
     "train_step": train_step,
-    "train_step_compiled": partial(train_step, compiled=True),
+    "train_step_compiled_16_layers": partial(train_step, compiled=True, layers=16, models=STOCK_AND_OURS),
     "prefill_8k": partial(prefill, length=8192),
     "prefill_32k": partial(prefill, length=32768, warmup=1, repeats=5),
-    "prefill_128k": partial(prefill, length=131072, warmup=1, repeats=2),
+    "prefill_128k": partial(prefill, length=131072, warmup=1, repeats=1, models=STOCK_AND_OURS),
     "decode_eager_batch_1": partial(decode, batch=1, compiled=False),
     "decode_eager_batch_32": partial(decode, batch=32, compiled=False),
-    "decode_compiled_batch_1": partial(decode, batch=1, compiled=True),
-    "decode_compiled_batch_32": partial(decode, batch=32, compiled=True),
+    "decode_compiled_batch_1": partial(decode, batch=1, compiled=True, models=STOCK_AND_OURS),
+    "decode_compiled_batch_32": partial(decode, batch=32, compiled=True, models=STOCK_AND_OURS),
 }

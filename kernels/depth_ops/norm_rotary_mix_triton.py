@@ -555,8 +555,8 @@ def _table_argument(table: Tensor | None) -> tuple | None:
 
 def _new_like(tensor: Tensor) -> Tensor:
     """Fresh memory for `[B, H, T, D]` in the order of a projection's output, `[B, T, H, D]`."""
-    batch, heads, tokens, head_dim = tensor.shape
-    return tensor.new_empty((batch, tokens, heads, head_dim)).transpose(1, 2)
+    _, heads, tokens, head_dim = tensor.shape
+    return tensor.new_empty_strided(tensor.shape, (tokens * heads * head_dim, head_dim, heads * head_dim, 1))
 
 
 def _new_outputs(query, keys, values, query_norm, key_norm, cos) -> list[Tensor]:

@@ -169,7 +169,8 @@ def test_offload_to_cpu(model, ids, tmp_path):
         tmp_path, device_map="auto", max_memory={0: size // 2, "cpu": size}
     )
     assert "cpu" in offloaded.hf_device_map.values()
-    assert torch.equal(offloaded(ids).logits, expected)
+    # the norms of an offloaded layer have hooks, so that they run by themselves
+    assert (offloaded(ids).logits - expected).abs().max() < 1e-4
 
 
 @torch.no_grad()

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from depthmix.kernels.depth_implementations import INTERPRETED
+
 
 WORKER = Path(__file__).with_name("two_process_worker.py")
 
@@ -69,6 +71,9 @@ def test_two_processes(family, build_awake, tmp_path, run_two_processes):
             exact = pytest.approx(0, abs=1e-12)
             assert results[f"tensor_parallel {name}"] == {"logits": exact, "gradients": exact, "held": 0.5}
             assert results[f"native_fsdp {name}"] == {"saved": exact, "gradients": exact, "held": 0.5}
+
+            if INTERPRETED:
+                assert max(results[f"kernels {name}"].values()) < 1e-5
 
             assert "pp_size=2: pipeline parallelism is not supported" in results[f"pipeline {name}"]
         assert [message for message in results["warnings"] if "view" in message] == []

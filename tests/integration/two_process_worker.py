@@ -23,6 +23,7 @@ from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 
 import depthmix  # noqa: F401 registers the model classes
+from depthmix.kernels.depth_implementations import INTERPRETED
 
 
 WORLD_SIZE = 2
@@ -71,8 +72,8 @@ def gradient_error(model, plain, ids) -> float:
     return max(((gradients[name] - expected[name]).norm() / expected[name].norm()).item() for name in expected)
 
 
-def ddp(folder, ids, mode):
-    plain = load(folder, dtype=torch.float64)
+def ddp(folder, ids, mode, **options):
+    plain = load(folder, **{"dtype": torch.float64} | options)
     model = copy.deepcopy(plain)
     enable_checkpointing(model, mode)
     parallel = DistributedDataParallel(model)
@@ -82,13 +83,19 @@ def ddp(folder, ids, mode):
     return gradient_error(parallel, plain, ids)
 
 
-def fsdp(folder, ids, mode):
-    plain = load(folder, dtype=torch.float64)
+def fsdp(folder, ids, mode, **options):
+    plain = load(folder, **{"dtype": torch.float64} | options)
     model = copy.deepcopy(plain)
     enable_checkpointing(model, mode)
     shard(model)
     loss_of(model, own_half(ids)).backward()
     return gradient_error(model, plain, ids)
+
+
+def kernels(folder, ids):
+    """Interpreted, and so in fp32."""
+    options = {"dtype": torch.float32, "depth_impl": "triton"}
+    return {way.__name__: way(folder, ids[:, :7], "non_reentrant", **options) for way in (ddp, fsdp)}
 
 
 def fsdp_checkpointing_enabled_after_sharding(folder, ids):
@@ -202,6 +209,8 @@ def main():
             pipeline,
         ):
             checks[f"{check.__name__} {name}"] = (check, folder, ids)
+        if INTERPRETED:
+            checks[f"kernels {name}"] = (kernels, folder, ids)
 
     results = {}
     for name, (check, *arguments) in checks.items():

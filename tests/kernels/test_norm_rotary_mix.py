@@ -34,6 +34,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def nan_in_fresh_memory():
     """What a kernel does not write is not a number."""
     torch.use_deterministic_algorithms(True)
+    assert torch.ones(3).new_empty_strided((2, 3), (1, 2)).isnan().all()
     assert torch.ones(3).new_empty(3).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
