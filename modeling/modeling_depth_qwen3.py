@@ -131,12 +131,12 @@ class DepthQwen3Attention(Qwen3Attention):
         attn_output = self.o_proj(attn_output.reshape(*input_shape, -1).contiguous())
         if not self.is_depth_source:
             return attn_output, attn_weights, depth_weights
-        if torch.is_grad_enabled():
-            # an unmixed value is a view of the projection's output, and FSDP2 warns of modules that return views
-            value = value if source_keys else value.clone()
-        elif keys.shape == key.shape and keys.dtype == key.dtype:
+        if keys is not key and keys.shape == key.shape and keys.dtype == key.dtype and not torch.is_grad_enabled():
             # the cache has nothing but these tokens: readers share its copy
             key, value = keys, values
+        elif not source_keys:
+            # an unmixed value is a view of the projection's output, and FSDP2 warns of modules that return views
+            value = value.clone()
         return attn_output, attn_weights, depth_weights, key, value
 
     def is_fused(self, *tensors: torch.Tensor) -> bool:

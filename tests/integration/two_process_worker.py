@@ -220,7 +220,7 @@ def main():
                 results[name] = check(*arguments)
             except Exception:
                 results[name] = traceback.format_exc()
-        results.setdefault("warnings", []).extend(str(warning.message) for warning in caught)
+        results.setdefault("warnings", []).extend(f"{name}: {warning.message}" for warning in caught)
     Path(results_path).write_text(json.dumps(results), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
