@@ -7,9 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.utils.generic import can_return_tuple
 
 
@@ -65,6 +68,19 @@ def cache_update_keywords(kwargs: dict) -> dict:
     return {"kwargs": kwargs} if HOST_CACHE_NAME == "cache" else {}
 
 
+def runs_plainly(norm: nn.Module) -> bool:
+    """
+    Whether calling this RMS norm is nothing but its class's forward with a local weight. If so a fused operation may
+    take the weight and do its work; hooks, adapters, sharding, quantization and replaced forwards must be called.
+    """
+    return (
+        type(norm) is Qwen3RMSNorm
+        and "forward" not in norm.__dict__
+        and not (norm._forward_pre_hooks or norm._forward_hooks or norm._backward_pre_hooks or norm._backward_hooks)
+        and type(norm.weight) in (nn.Parameter, torch.Tensor)
+    )
+
+
 def refuse_pipeline_parallelism(config: PreTrainedConfig) -> None:
     """
     Raises:
@@ -85,8 +101,10 @@ class DepthModelOutputWithPast(BaseModelOutputWithPast):
 
     Args:
         depth_weights (`tuple(torch.Tensor)`, *optional*, returned when `output_depth_weights=True`):
-            One tensor per layer, `[B, Hkv, T, number of sources + 1]`, fp32: how much each source layer (ascending),
-            and last the layer itself, contributes to the value at each token.
+            How much each source contributes at each token, fp32. With Depth-Attention, one tensor per layer,
+            `[B, Hkv, T, number of sources + 1]`: the source layers (ascending), and last the layer itself. With
+            Attention Residuals, one tensor per sub-layer and one for the mix before the final norm,
+            `[B, T, number of sources]`: oldest source first.
     """
 
     depth_weights: tuple[torch.Tensor, ...] | None = None
@@ -137,3 +155,17 @@ class DepthCausalLMForward:
             depth_weights=outputs.get("depth_weights"),
             **{HOST_CACHE_NAME: outputs.get(HOST_CACHE_NAME)},
         )
+
+
+class DepthSequenceClassificationForward:
+    """The forward of a generic classifier, which has no place for depth weights in its outputs."""
+
+    @accepts_both_cache_names
+    @functools.wraps(GenericForSequenceClassification.forward)
+    def forward(self, *args, output_depth_weights: bool | None = None, **kwargs):
+        if self.config.output_depth_weights if output_depth_weights is None else output_depth_weights:
+            raise ValueError(
+                "output_depth_weights=True, by argument or in the configuration: a classifier returns no depth "
+                "weights, but its `model` does."
+            )
+        return super().forward(*args, output_depth_weights=False, **kwargs)

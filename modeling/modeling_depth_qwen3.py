@@ -10,7 +10,6 @@ hands them to a layer as flat positional tensors and gets the layer's own back a
 activation checkpointing, offloading and FSDP see tensors only; they copy or detach what hides in containers.
 """
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -42,6 +41,7 @@ from .depth_modeling_common import (
     HOST_CACHE_NAME,
     DepthCausalLMForward,
     DepthModelOutputWithPast,
+    DepthSequenceClassificationForward,
     accepts_both_cache_names,
     cache_update_keywords,
     refuse_pipeline_parallelism,
@@ -282,7 +282,9 @@ class DepthQwen3ForCausalLM(DepthCausalLMForward, DepthQwen3PreTrainedModel, Qwe
         self.post_init()
 
 
-class DepthQwen3ForSequenceClassification(GenericForSequenceClassification, DepthQwen3PreTrainedModel):
+class DepthQwen3ForSequenceClassification(
+    DepthSequenceClassificationForward, GenericForSequenceClassification, DepthQwen3PreTrainedModel
+):
     """The decoder with a classification head on the last token that is not padding."""
 
     def __init__(self, config: DepthQwen3Config):
@@ -292,16 +294,6 @@ class DepthQwen3ForSequenceClassification(GenericForSequenceClassification, Dept
         self.model = DepthQwen3Model(config)
         self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
         self.post_init()
-
-    @accepts_both_cache_names
-    @functools.wraps(GenericForSequenceClassification.forward)
-    def forward(self, *args, output_depth_weights: bool | None = None, **kwargs):
-        if self.config.output_depth_weights if output_depth_weights is None else output_depth_weights:
-            raise ValueError(
-                "output_depth_weights=True, by argument or in the configuration: a classifier returns no depth "
-                "weights, but its `model` does."
-            )
-        return super().forward(*args, output_depth_weights=False, **kwargs)
 
 
 __all__ = [

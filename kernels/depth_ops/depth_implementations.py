@@ -1,16 +1,78 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
-"""The implementations that an operation can be asked for by its argument `impl`."""
+"""The implementations that an operation can be asked for by its argument `impl`, and what the Triton ones need."""
+
+import contextlib
+import re
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+try:
+    import triton
+except ImportError:
+    triton = None
 
 IMPLEMENTATIONS = ("auto", "triton", "reference")
+KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# Triton's interpreter runs kernels anywhere; it must be chosen before they are defined
+INTERPRETED = triton is not None and triton.knobs.runtime.interpret
 
 
 def check_implementation(impl: str, operation: str) -> None:
     """
     Raises:
         `ValueError`: if there is no implementation of that name.
-        `RuntimeError`: if the operation has none of that name in this installation.
+        `RuntimeError`: if it is `"triton"` and Triton is not installed.
     """
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl={impl!r}: must be one of {', '.join(IMPLEMENTATIONS)}.")
-    if impl == "triton":
-        raise RuntimeError(f"impl='triton': this version of depthmix has no Triton kernel for {operation}.")
+    if impl == "triton" and triton is None:
+        raise RuntimeError(f"impl='triton': {operation} needs the package triton, which is not installed.")
+
+
+def use_triton(impl: str, operation: str, obstacle: str | None) -> bool:
+    """
+    Whether `impl` means the kernel for tensors to which there is this `obstacle`, or None. `"auto"` never means the
+    interpreter.
+
+    Raises:
+        `ValueError`: if there is no implementation of that name.
+        `RuntimeError`: if it is `"triton"` and the kernel cannot run.
+    """
+    check_implementation(impl, operation)
+    if impl == "triton" and obstacle is not None:
+        raise RuntimeError(f"impl='triton': the kernel of {operation} {obstacle}.")
+    return impl == "triton" or (impl == "auto" and obstacle is None and not INTERPRETED)
+
+
+def triton_obstacle(tensors: Iterable[Tensor]) -> str | None:
+    """Why kernels cannot work on these tensors, as the end of a sentence about the kernel; None if they can."""
+    if triton is None:
+        return "needs the package triton, which is not installed"
+    devices, dtypes = {tensor.device for tensor in tensors}, {tensor.dtype for tensor in tensors}
+    if len(devices) > 1:
+        return f"needs all tensors on one device, not on {', '.join(sorted(map(str, devices)))}"
+    if unsupported := [dtype for dtype in dtypes if dtype not in KERNEL_DTYPES]:
+        return f"supports {', '.join(map(str, KERNEL_DTYPES))}, not {unsupported[0]}"
+    (device,) = devices
+    if device.type != "cuda" and not INTERPRETED:
+        return f"needs a GPU, and the tensors are on {device}"
+    return None
+
+
+def operation_namespace(module_name: str) -> str:
+    """
+    A namespace for the operations of one module: a name belongs to one version of the code. Loading two saved models
+    loads two copies of it, and the later one would take a common name from the earlier.
+    """
+    return re.sub(r"\W", "_", module_name)
+
+
+def device_of(tensor: Tensor) -> contextlib.AbstractContextManager:
+    """The context in which kernels for this tensor are launched: Triton launches on the current device."""
+    index = tensor.get_device()
+    if index < 0 or index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(index)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .depth_implementations import check_implementation
+from .depth_implementations import use_triton
 from .depth_value_mix_reference import depth_value_mix_reference, depth_value_weights_reference
 
 
@@ -49,7 +49,7 @@ def depth_value_mix(
         `RuntimeError`: if `impl="triton"` cannot run.
     """
     _check_depth_entries(query, keys, values)
-    check_implementation(impl, "depth_value_mix")
+    use_triton(impl, "depth_value_mix", "does not exist yet")
     if len(keys) == 1:
         return values[-1]
     return depth_value_mix_reference(query, keys, values, scaling=_scaling(query, scaling))
