@@ -1,7 +1,8 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """Configurations. Importing them needs transformers, not torch."""
 
+from .configuration_attnres import AttnResConfig
 from .configuration_depth_qwen3 import DepthQwen3Config
 
 
-__all__ = ["DepthQwen3Config"]
+__all__ = ["AttnResConfig", "DepthQwen3Config"]

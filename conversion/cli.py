@@ -79,6 +79,14 @@ def _make_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--key-norm-position", choices=("before_rope", "after_rope"), help="order of key norm and rotation"
     )
+    command.add_argument("--attnres-variant", choices=("block", "full", "cumulative"), help="what the sources are")
+    command.add_argument("--attnres-block-size", type=int, metavar="N", help="sub-layers in a block")
+    command.add_argument(
+        "--attnres-recency-bias", action=argparse.BooleanOptionalAction, help="a learned bias on the last source"
+    )
+    command.add_argument(
+        "--attnres-scale", choices=("mean", "sum"), help="average of the sources, or times their number"
+    )
     command.add_argument("--dtype", choices=DTYPES, help="dtype of the result (default: that of each tensor)")
     command.add_argument(
         "--shard-size", default="5GB", metavar="SIZE", help="most bytes per file (default: %(default)s)"

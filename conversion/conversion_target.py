@@ -2,7 +2,7 @@
 """What a target has to provide. A new one is a file that fills in a [`ConversionTarget`], listed in converter.py."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,10 +39,14 @@ TranslateFn = Callable[[dict[str, Any], dict[str, Any]], TranslatedConfig]
 
 @dataclass(frozen=True)
 class AcceptedSource:
-    """How checkpoints of one layout become the target."""
+    """
+    How checkpoints of one layout become the target. `new_tensors` takes the configuration and returns the start values
+    of the tensors that these checkpoints do not have, by name.
+    """
 
     translate: TranslateFn
     weight_map: WeightMap
+    new_tensors: Callable[[PreTrainedConfig], dict[str, torch.Tensor]] = lambda config: {}
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,6 @@ class ConversionTarget:
             Layout name to [`AcceptedSource`].
         refusals (`Mapping`):
             Layout name to the reason why it is not accepted, and what to use instead.
-        new_tensors (`Callable`, *optional*):
-            Takes the configuration and returns the start values of tensors that no source has, by name.
         summary (`str`), tags (`tuple` of `str`):
             What the model is, and the tags, for the model card.
     """
@@ -74,4 +76,3 @@ class ConversionTarget:
     refusals: Mapping[str, str]
     summary: str
     tags: tuple[str, ...]
-    new_tensors: Callable[[PreTrainedConfig], dict[str, torch.Tensor]] = field(default=lambda config: {})

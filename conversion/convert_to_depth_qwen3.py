@@ -1,8 +1,6 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """Conversion to DepthQwen3: from Qwen3, and from the released Depth-Attention weights and their vanilla control."""
 
-from copy import deepcopy
-from dataclasses import fields
 from typing import Any
 
 from transformers import LlamaConfig, Qwen3Config
@@ -12,8 +10,9 @@ from depthmix.modeling.modeling_depth_qwen3 import DepthQwen3ForCausalLM
 
 from .conversion_target import AcceptedSource, ConversionTarget, TranslatedConfig
 from .errors import ConversionError
+from .source_configs import build_config, carried_fields, check_vanilla, read_stock
 from .source_layouts import read_switch
-from .weight_maps import QWEN3_BASE_TO_DEPTH_QWEN3, QWEN3_TO_DEPTH_QWEN3, RELEASED_LLAMA_TO_DEPTH_QWEN3
+from .weight_maps import BASE_MODEL, CAUSAL_LM, RELEASED_LLAMA
 
 
 OPTIONS = ("depth_stride", "depth_window", "key_norm_position")
@@ -32,18 +31,7 @@ _LLAMA_REFUSALS = {
 
 def from_qwen3(source: dict[str, Any], options: dict[str, Any]) -> TranslatedConfig:
     """Every field is carried; the fields of the mixing come from the options, or are this package's defaults."""
-    warnings = []
-    architectures = source.get("architectures") or ["Qwen3ForCausalLM"]
-    # stock transformers loads a base model's checkpoint as a causal language model too
-    if not {"Qwen3ForCausalLM", "Qwen3Model"} & set(architectures):
-        raise ConversionError(
-            f"architectures is {architectures}. Only causal language models (Qwen3ForCausalLM) convert."
-        )
-    if source.get("auto_map"):
-        warnings.append(
-            "The source names code of its own (auto_map). It was ignored: the model is taken for stock Qwen3."
-        )
-
+    warnings = check_vanilla(source, "Qwen3")
     carried = {key: value for key, value in source.items() if key not in _IDENTITY_KEYS}
     config = _depth_config({**carried, **options})
     warnings += _window_warnings(config)
@@ -59,7 +47,7 @@ def from_qwen3(source: dict[str, Any], options: dict[str, Any]) -> TranslatedCon
         )
     else:
         note = "Mixing over depth is off: the converted model computes exactly what the vanilla checkpoint does."
-    return TranslatedConfig(config, _read_stock(Qwen3Config, source), note, tuple(warnings))
+    return TranslatedConfig(config, read_stock(Qwen3Config, source), note, tuple(warnings))
 
 
 def from_released_depth_attention(source: dict[str, Any], options: dict[str, Any]) -> TranslatedConfig:
@@ -111,10 +99,8 @@ def _from_llama(
         raise ConversionError(f"DepthQwen3 cannot represent this checkpoint exactly: {'; '.join(problems)}.")
 
     trained = {**trained, "key_norm_position": "after_rope"}
-    stock_config = _read_stock(LlamaConfig, source)
-    # through the class, since the defaults of absent fields are Llama's and not Qwen3's
-    shared = {field.name for field in fields(LlamaConfig)} & {field.name for field in fields(Qwen3Config)}
-    carried = {key: value for key, value in stock_config.to_dict().items() if key in shared}
+    stock_config = read_stock(LlamaConfig, source)
+    carried = carried_fields(stock_config, Qwen3Config)
     as_trained = _depth_config({**carried, **trained})
     config = _depth_config({**carried, **trained, **options})
     changed = {key: value for key, value in options.items() if value != trained[key]}
@@ -151,13 +137,7 @@ def _window_warnings(config: DepthQwen3Config) -> list[str]:
 
 
 def _depth_config(values: dict[str, Any]) -> DepthQwen3Config:
-    config = DepthQwen3Config.from_dict(deepcopy(values))
-    config.architectures = [DepthQwen3ForCausalLM.__name__]
-    return config
-
-
-def _read_stock(config_class: type, source: dict[str, Any]):
-    return config_class.from_dict(deepcopy(source))
+    return build_config(DepthQwen3Config, DepthQwen3ForCausalLM, values)
 
 
 TARGET = ConversionTarget(
@@ -165,26 +145,30 @@ TARGET = ConversionTarget(
     model_class=DepthQwen3ForCausalLM,
     options=OPTIONS,
     sources={
-        "qwen3": AcceptedSource(from_qwen3, QWEN3_TO_DEPTH_QWEN3),
-        "qwen3_base": AcceptedSource(from_qwen3, QWEN3_BASE_TO_DEPTH_QWEN3),
-        "released_depth_attention": AcceptedSource(from_released_depth_attention, RELEASED_LLAMA_TO_DEPTH_QWEN3),
-        "released_qk_norm": AcceptedSource(from_released_qk_norm, RELEASED_LLAMA_TO_DEPTH_QWEN3),
+        "qwen3": AcceptedSource(from_qwen3, CAUSAL_LM),
+        "qwen3_base": AcceptedSource(from_qwen3, BASE_MODEL),
+        "released_depth_attention": AcceptedSource(from_released_depth_attention, RELEASED_LLAMA),
+        "released_qk_norm": AcceptedSource(from_released_qk_norm, RELEASED_LLAMA),
     },
     refusals={
         "depth_qwen3": (
             "It already is what it would become: load it as it is, or with another stride, "
             "`from_pretrained(path, depth_stride=...)`."
         ),
-        "llama": (
+        **dict.fromkeys(
+            ("llama", "llama_base", "qwen2", "qwen2_base"),
             "It has no q/k norms, and DepthQwen3 normalises queries and keys in every layer, which no choice of norm "
-            "weights undoes. Use a Qwen3 checkpoint of that size."
+            "weights undoes. Use a Qwen3 checkpoint of that size.",
         ),
         "released_experiment": "It does not compute Depth-Attention. Use the released Depth-Attention weights.",
         "qwen3_p2n": "It runs its layers several times per token. Use a plain Qwen3 checkpoint.",
-        "released_attnres": "AttnRes is not supported by this version of depthmix.",
+        **dict.fromkeys(
+            ("released_attnres", "released_attnres_block"),
+            "It does not compute Depth-Attention. Convert it to attnres.",
+        ),
         "released_denseformer": "DenseFormer is not supported by this version of depthmix.",
         "released_mhc": "mHC is not supported by this version of depthmix.",
-        "attention_residuals": "Attention Residuals are not supported by this version of depthmix.",
+        "attention_residuals": "This form of Attention Residuals is not supported by this version of depthmix.",
     },
     summary=(
         "DepthQwen3 is Qwen3 with Depth-Attention (arXiv 2606.05014): a layer mixes its values with those of earlier "

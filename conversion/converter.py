@@ -45,6 +45,7 @@ from .checkpoint_source import (
     locate_checkpoint,
 )
 from .conversion_target import ConversionTarget, TranslatedConfig
+from .convert_to_attnres import TARGET as ATTNRES
 from .convert_to_depth_qwen3 import TARGET as DEPTH_QWEN3
 from .errors import ConversionError
 from .model_card import make_model_card, read_card_metadata
@@ -54,7 +55,7 @@ from .source_layouts import LAYOUTS, SourceLayout, recognise_layout
 from .tensor_plan import TensorPlan, plan_tensors
 
 
-TARGETS: dict[str, ConversionTarget] = {target.name: target for target in (DEPTH_QWEN3,)}
+TARGETS: dict[str, ConversionTarget] = {target.name: target for target in (DEPTH_QWEN3, ATTNRES)}
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -66,6 +67,10 @@ def convert(
     depth_stride: int | None = None,
     depth_window: int | None = None,
     key_norm_position: str | None = None,
+    attnres_variant: str | None = None,
+    attnres_block_size: int | None = None,
+    attnres_recency_bias: bool | None = None,
+    attnres_scale: str | None = None,
     dtype: str | torch.dtype | None = None,
     shard_size: int | str = "5GB",
     push_to_hub: str | None = None,
@@ -86,14 +91,22 @@ def convert(
     Args:
         source (`str` or `os.PathLike`):
             A folder with config.json and safetensors files, or a Hub id. What is accepted depends on the target:
-            for `"depth_qwen3"` these are Qwen3, and the released Depth-Attention weights with their vanilla control.
+            for `"depth_qwen3"` these are Qwen3, and the released Depth-Attention weights with their vanilla control;
+            for `"attnres"` Qwen3, Qwen2 and Llama, and the AttnRes weights and vanilla control of that release.
         dest (`str` or `os.PathLike`):
             Folder of the result, not the current one. It must not exist or be empty, unless `overwrite` is set.
         to (`str`, *optional*, defaults to `"depth_qwen3"`):
             Model type of the result.
-        depth_stride (`int`, *optional*), depth_window (`int`, *optional*), key_norm_position (`str`, *optional*):
+        depth_stride (`int`, *optional*), depth_window (`int`, *optional*):
             Fields of [`DepthQwen3Config`]. Left out, they are what the released weights were trained with, and for
-            Qwen3 half the number of layers, 0 and `"before_rope"`.
+            Qwen3 half the number of layers and 0.
+        attnres_variant (`str`, *optional*), attnres_block_size (`int`, *optional*), attnres_scale (`str`, *optional*):
+            Fields of [`AttnResConfig`]. Left out, they are what the released weights were trained with, and for
+            vanilla sources `"block"`, 8 blocks and `"sum"`, with which the function stays the same.
+        attnres_recency_bias (`bool`, *optional*):
+            Another one. Left out, it is whether the released weights have it, and `False` for vanilla sources.
+        key_norm_position (`str`, *optional*):
+            A field of both. Left out, it is `"before_rope"`, and `"after_rope"` for everything of that release.
         dtype (`str` or `torch.dtype`, *optional*):
             `"float32"`, `"bfloat16"` or `"float16"`. Left out, every tensor keeps its dtype.
         shard_size (`int` or `str`, *optional*, defaults to `"5GB"`):
@@ -125,7 +138,15 @@ def convert(
     ```
     """
     target = _get_target(to)
-    options = {"depth_stride": depth_stride, "depth_window": depth_window, "key_norm_position": key_norm_position}
+    options = {
+        "depth_stride": depth_stride,
+        "depth_window": depth_window,
+        "key_norm_position": key_norm_position,
+        "attnres_variant": attnres_variant,
+        "attnres_block_size": attnres_block_size,
+        "attnres_recency_bias": attnres_recency_bias,
+        "attnres_scale": attnres_scale,
+    }
     options = {key: value for key, value in options.items() if value is not None}
     dtype_code = _check_dtype(dtype)
     _check_repo_id(push_to_hub)
@@ -297,7 +318,7 @@ def _plan_conversion(
     except (ValueError, TypeError) as error:
         raise ConversionError(f"The configuration is not valid: {error}") from error
     plan = plan_tensors(
-        opened.checkpoint, accepted.weight_map, target.model_class, translated.config, target.new_tensors, dtype
+        opened.checkpoint, accepted.weight_map, target.model_class, translated.config, accepted.new_tensors, dtype
     )
     return replace(translated, function_note=plan.function_note or translated.function_note), plan
 

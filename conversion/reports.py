@@ -126,6 +126,7 @@ class CheckpointDescription:
             "head_dim",
         )
         shown += ("vocab_size", "tie_word_embeddings", "depth_stride", "depth_window", "key_norm_position")
+        shown += ("attnres_variant", "attnres_block_size", "attnres_recency_bias", "attnres_scale")
         dtypes = ", ".join(f"{count} {dtype}" for dtype, count in self.dtypes.items())
         lines = [
             f"{self.source}: {self.kind} ({'; '.join(self.evidence)})",
@@ -150,7 +151,8 @@ def describe_dtypes(checkpoint: Checkpoint) -> dict[str, int]:
 def describe_config_changes(stock_config: PreTrainedConfig, config: PreTrainedConfig) -> list[str]:
     """Fields that differ, that the result does not have, and that are the target's own."""
     before, after = stock_config.to_dict(), config.to_dict()
-    own_fields = type(config).__dataclass_fields__.keys() - type(config).__base__.__dataclass_fields__.keys()
+    stock_base = next(base for base in type(config).__mro__ if base.__module__.startswith("transformers."))
+    own_fields = type(config).__dataclass_fields__.keys() - stock_base.__dataclass_fields__.keys()
     ignored = {"transformers_version", "auto_map"}
     changes = [f"{key}: {value!r} dropped" for key, value in before.items() if key not in after and key not in ignored]
     for key, value in after.items():

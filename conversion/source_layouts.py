@@ -110,6 +110,13 @@ def _released_baseline(name: str) -> RecogniseFn:
     return recognise
 
 
+def _attnres_without_bias(config, tensor_names):
+    evidence = _released_baseline("released_attnres")(config, tensor_names)
+    if not evidence or any(name.endswith("_aggregator.recency_bias") for name in tensor_names):
+        return []
+    return [*evidence, "no tensors named `recency_bias`"]
+
+
 def _baseline_mode(config: dict[str, Any]) -> str | None:
     modes = {}
     for key in ("baseline_mode", "residual_baseline"):
@@ -164,22 +171,33 @@ def _qwen3_shifted_passes(config, tensor_names):
     return ["use_p2n is true"] if config.get("model_type") == "qwen3" and config.get("use_p2n") else []
 
 
-def _qwen3_base(config, tensor_names):
-    evidence = _model_type("qwen3")(config, tensor_names)
-    return [*evidence, "tensors named without `model.`"] if evidence and "embed_tokens.weight" in tensor_names else []
+def _base_model(model_type: str) -> RecogniseFn:
+    def recognise(config, tensor_names):
+        evidence = _model_type(model_type)(config, tensor_names)
+        is_base = evidence and "embed_tokens.weight" in tensor_names
+        return [*evidence, "tensors named without `model.`"] if is_base else []
+
+    return recognise
 
 
 UNKNOWN_LAYOUT = SourceLayout("unknown", "a model that depthmix does not know", lambda config, tensor_names: [])
 
 LAYOUTS = (
     SourceLayout("depth_qwen3", "DepthQwen3 (depthmix)", _model_type("depth_qwen3")),
+    SourceLayout("attnres", "AttnRes (depthmix)", _model_type("attnres")),
+    SourceLayout("released_attnres_block", "the released code's AttnRes without recency bias", _attnres_without_bias),
     *(SourceLayout(name, title, _released_baseline(name)) for name, (title, *_) in _RELEASED_BASELINES.items()),
     SourceLayout("attention_residuals", "another form of Attention Residuals", _other_attention_residuals),
     SourceLayout("released_depth_attention", "the released Depth-Attention layout", _released_depth_attention),
     SourceLayout("released_experiment", "an experiment of the Depth-Attention code", _released_experiment),
     SourceLayout("released_qk_norm", "the released vanilla control with q/k norm", _released_qk_norm),
-    SourceLayout("llama", "Llama", _model_type("llama")),
     SourceLayout("qwen3_p2n", "Qwen3 with several shifted passes (P2N)", _qwen3_shifted_passes),
-    SourceLayout("qwen3_base", "Qwen3 with the tensor names of its base model", _qwen3_base),
-    SourceLayout("qwen3", "Qwen3", _model_type("qwen3")),
+    *(
+        SourceLayout(name, title, recognise)
+        for model_type, stock_name in (("qwen3", "Qwen3"), ("qwen2", "Qwen2"), ("llama", "Llama"))
+        for name, title, recognise in (
+            (f"{model_type}_base", f"{stock_name} with the tensor names of its base model", _base_model(model_type)),
+            (model_type, stock_name, _model_type(model_type)),
+        )
+    ),
 )

@@ -1,8 +1,9 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """Which tensor of the source becomes which tensor of the target."""
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -44,6 +45,7 @@ def plan_tensors(
     """
     shapes, tied = _expected_tensors(model_class, config)
     start_values = new_tensors(config)
+    start_dtype = FLOAT_DTYPES[dtype or _most_common_dtype(checkpoint)]
     plan = TensorPlan()
     problems = []
 
@@ -77,18 +79,19 @@ def plan_tensors(
                         "use, or set tie_word_embeddings to false in the source's config.json and convert again."
                     )
         elif stored is None and name in start_values:
-            plan.writes.append(TensorWrite.from_tensor(name, start_values[name]))
+            plan.writes.append(TensorWrite.from_tensor(name, start_values[name].to(start_dtype)))
             plan.new.append(name)
         elif stored is None:
             problems.append(f"{weight_map.to_source(name)} {_where_missing(name, model_class, checkpoint)}")
-        elif stored.shape != shape:
+        # a scalar of the source may be one element in the target, since FSDP2 shards no scalars
+        elif stored.shape != shape and (stored.shape, shape) != ((), (1,)):
             problems.append(f"{stored.name} in {stored.file.name} has shape {list(stored.shape)}, not {list(shape)}")
         elif stored.dtype not in FLOAT_DTYPES:
             problems.append(
                 f"{stored.name} in {stored.file.name} is quantised or no weight: its dtype is {stored.dtype}"
             )
         else:
-            plan.writes.append(TensorWrite.from_stored(name, stored, dtype))
+            plan.writes.append(replace(TensorWrite.from_stored(name, stored, dtype), shape=shape))
             (plan.kept if stored.name == name else plan.renamed).append(name)
     raise_problems(f"The tensors of {checkpoint.folder} do not fit its config.json", problems)
     return plan
@@ -102,6 +105,11 @@ def _expected_tensors(
         model = model_class(config)
     tied = model._tied_weights_keys if config.tie_word_embeddings else {}
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}, tied
+
+
+def _most_common_dtype(checkpoint: Checkpoint) -> str:
+    counts = Counter(stored.dtype for stored in checkpoint.tensors.values() if stored.dtype in FLOAT_DTYPES)
+    return max(counts, key=counts.get, default="F32")
 
 
 def _where_missing(name: str, model_class: type[PreTrainedModel], checkpoint: Checkpoint) -> str:

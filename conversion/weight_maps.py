@@ -48,10 +48,18 @@ def _match(pattern: str, name: str) -> re.Match | None:
 _ROTARY_BUFFERS = ("layers.{layer}.self_attn.rotary_emb.inv_freq", "rotary_emb.inv_freq")
 _PREFIXED_ROTARY_BUFFERS = tuple(f"model.{name}" for name in _ROTARY_BUFFERS)
 
-QWEN3_TO_DEPTH_QWEN3 = WeightMap(dropped=_PREFIXED_ROTARY_BUFFERS)
-QWEN3_BASE_TO_DEPTH_QWEN3 = WeightMap(
+CAUSAL_LM = WeightMap(dropped=_PREFIXED_ROTARY_BUFFERS)
+BASE_MODEL = WeightMap(
     renames=tuple((name, f"model.{name}") for name in ("embed_tokens.{rest}", "layers.{rest}", "norm.{rest}")),
     dropped=_ROTARY_BUFFERS,
 )
 # the release saves a norm that its forward never applies
-RELEASED_LLAMA_TO_DEPTH_QWEN3 = WeightMap(dropped=("lm_head_layernorm.weight", *_PREFIXED_ROTARY_BUFFERS))
+RELEASED_LLAMA = WeightMap(dropped=("lm_head_layernorm.weight", *_PREFIXED_ROTARY_BUFFERS))
+RELEASED_ATTNRES = WeightMap(
+    renames=(
+        ("model.layers.{layer}.attnres_attn_aggregator.{rest}", "model.layers.{layer}.attn_mixer.{rest}"),
+        ("model.layers.{layer}.attnres_mlp_aggregator.{rest}", "model.layers.{layer}.mlp_mixer.{rest}"),
+        ("model.attnres_final_aggregator.{rest}", "model.output_mixer.{rest}"),
+    ),
+    dropped=RELEASED_LLAMA.dropped,
+)

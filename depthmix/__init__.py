@@ -13,8 +13,12 @@ from pkgutil import extend_path
 __path__ = extend_path(__path__, __name__)
 
 from depthmix.auto import register
-from depthmix.configuration import DepthQwen3Config
+from depthmix.configuration import AttnResConfig, DepthQwen3Config
 from depthmix.modeling import (
+    AttnResForCausalLM,
+    AttnResForSequenceClassification,
+    AttnResModel,
+    AttnResPreTrainedModel,
     DepthQwen3ForCausalLM,
     DepthQwen3ForSequenceClassification,
     DepthQwen3Model,
@@ -26,6 +30,11 @@ from depthmix.version import __version__
 register()
 
 __all__ = [
+    "AttnResConfig",
+    "AttnResForCausalLM",
+    "AttnResForSequenceClassification",
+    "AttnResModel",
+    "AttnResPreTrainedModel",
     "DepthQwen3Config",
     "DepthQwen3ForCausalLM",
     "DepthQwen3ForSequenceClassification",

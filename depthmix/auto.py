@@ -11,6 +11,12 @@ from depthmix.hub import ship_remote_code
 # model type -> Auto class -> module and class; also what `auto_map` in a saved config.json says.
 # the config comes first, and the base model is there for servers, which load it instead of a head
 AUTO_MAPS = {
+    "attnres": {
+        "AutoConfig": "configuration_attnres.AttnResConfig",
+        "AutoModel": "modeling_attnres.AttnResModel",
+        "AutoModelForCausalLM": "modeling_attnres.AttnResForCausalLM",
+        "AutoModelForSequenceClassification": "modeling_attnres.AttnResForSequenceClassification",
+    },
     "depth_qwen3": {
         "AutoConfig": "configuration_depth_qwen3.DepthQwen3Config",
         "AutoModel": "modeling_depth_qwen3.DepthQwen3Model",

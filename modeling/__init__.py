@@ -1,6 +1,12 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """Model classes."""
 
+from .modeling_attnres import (
+    AttnResForCausalLM,
+    AttnResForSequenceClassification,
+    AttnResModel,
+    AttnResPreTrainedModel,
+)
 from .modeling_depth_qwen3 import (
     DepthQwen3ForCausalLM,
     DepthQwen3ForSequenceClassification,
@@ -10,6 +16,10 @@ from .modeling_depth_qwen3 import (
 
 
 __all__ = [
+    "AttnResForCausalLM",
+    "AttnResForSequenceClassification",
+    "AttnResModel",
+    "AttnResPreTrainedModel",
     "DepthQwen3ForCausalLM",
     "DepthQwen3ForSequenceClassification",
     "DepthQwen3Model",

@@ -1,18 +1,23 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
-"""What the model families share: the host library's cache argument, output classes, the language-model head."""
+"""What the model families share: the host library's cache argument, projections, output classes, heads."""
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 from transformers.utils.generic import can_return_tuple
+
+from depthmix.kernels.depth_implementations import triton_obstacle, use_triton
+from depthmix.kernels.depth_value_mix import depth_value_mix
+from depthmix.kernels.norm_rotary_mix import norm_rotary_mix
 
 
 try:
@@ -90,6 +95,56 @@ def apply_norm(norm: nn.Module, hidden_states: torch.Tensor, impl: str) -> torch
     return norm(hidden_states)
 
 
+class AttentionProjections:
+    """
+    How an attention layer gets query, key and value: projections, norms (if it has any), rotation and, with source
+    layers, Depth-Attention. All but the projections is one operation where kernels are wanted and can work.
+    """
+
+    def project(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        source_keys: Sequence[torch.Tensor] = (),
+        source_values: Sequence[torch.Tensor] = (),
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Query `[B, Hq, T, d]`, key and value `[B, Hkv, T, d]` of these tokens, as attention reads them."""
+        head_shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        query = self.q_proj(hidden_states).view(head_shape)
+        key = self.k_proj(hidden_states).view(head_shape)
+        value = self.v_proj(hidden_states).view(head_shape).transpose(1, 2)
+        norms = () if self.key_norm_position is None else (self.q_norm, self.k_norm)
+        # hooks and replacements of a norm must be called
+        if self.depth_impl != "reference" and all(map(runs_plainly, norms)):
+            weights = {f"{name}_norm_weight": norm.weight for name, norm in zip(("query", "key"), norms, strict=False)}
+            options = {"eps": norms[0].variance_epsilon, "key_norm_position": self.key_norm_position} if norms else {}
+            if use_triton(self.depth_impl, "norm_rotary_mix", triton_obstacle((query, key, value))):
+                return norm_rotary_mix(
+                    query.transpose(1, 2),
+                    key.transpose(1, 2),
+                    value,
+                    *position_embeddings,
+                    **weights,
+                    **options,
+                    source_keys=source_keys,
+                    source_values=source_values,
+                    scaling=self.scaling,
+                    impl=self.depth_impl,
+                )
+        if norms:
+            query = self.q_norm(query)
+        if self.key_norm_position == "before_rope":
+            key = self.k_norm(key)
+        query, key = apply_rotary_pos_emb(query.transpose(1, 2), key.transpose(1, 2), *position_embeddings)
+        if self.key_norm_position == "after_rope":
+            key = self.k_norm(key)
+        if source_keys:
+            value = depth_value_mix(
+                query, [*source_keys, key], [*source_values, value], scaling=self.scaling, impl=self.depth_impl
+            )
+        return query, key, value
+
+
 def refuse_pipeline_parallelism(config: PreTrainedConfig) -> None:
     """
     Raises:
@@ -110,8 +165,10 @@ class DepthModelOutputWithPast(BaseModelOutputWithPast):
 
     Args:
         depth_weights (`tuple(torch.Tensor)`, *optional*, returned when `output_depth_weights=True`):
-            One tensor per layer, `[B, Hkv, T, number of sources + 1]`, fp32: how much each source layer (ascending),
-            and last the layer itself, contributes to the value at each token.
+            How much each source contributes at each token, fp32. With Depth-Attention, one tensor per layer,
+            `[B, Hkv, T, number of sources + 1]`: the source layers (ascending), and last the layer itself. With
+            Attention Residuals, one tensor per sub-layer and one for the mix before the final norm,
+            `[B, T, number of sources]`: oldest source first.
     """
 
     depth_weights: tuple[torch.Tensor, ...] | None = None
@@ -162,3 +219,17 @@ class DepthCausalLMForward:
             depth_weights=outputs.get("depth_weights"),
             **{HOST_CACHE_NAME: outputs.get(HOST_CACHE_NAME)},
         )
+
+
+class DepthSequenceClassificationForward:
+    """The forward of a generic classifier, which has no place for depth weights in its outputs."""
+
+    @accepts_both_cache_names
+    @functools.wraps(GenericForSequenceClassification.forward)
+    def forward(self, *args, output_depth_weights: bool | None = None, **kwargs):
+        if self.config.output_depth_weights if output_depth_weights is None else output_depth_weights:
+            raise ValueError(
+                "output_depth_weights=True, by argument or in the configuration: a classifier returns no depth "
+                "weights, but its `model` does."
+            )
+        return super().forward(*args, output_depth_weights=False, **kwargs)

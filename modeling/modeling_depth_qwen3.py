@@ -10,7 +10,6 @@ hands them to a layer as flat positional tensors and gets the layer's own back a
 activation checkpointing, offloading and FSDP see tensors only; they copy or detach what hides in containers.
 """
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -28,30 +27,29 @@ from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3PreTrainedModel,
     Qwen3RMSNorm,
     Qwen3RotaryEmbedding,
-    apply_rotary_pos_emb,
     eager_attention_forward,
 )
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from depthmix.configuration.configuration_depth_qwen3 import DepthQwen3Config
-from depthmix.kernels.depth_implementations import check_implementation, triton_obstacle, use_triton
-from depthmix.kernels.depth_value_mix import depth_value_mix, depth_value_weights
-from depthmix.kernels.norm_rotary_mix import norm_rotary_mix
+from depthmix.kernels.depth_implementations import check_implementation
+from depthmix.kernels.depth_value_mix import depth_value_weights
 
 from .depth_modeling_common import (
     HOST_CACHE_NAME,
+    AttentionProjections,
     DepthCausalLMForward,
     DepthModelOutputWithPast,
+    DepthSequenceClassificationForward,
     accepts_both_cache_names,
     apply_norm,
     cache_update_keywords,
     refuse_pipeline_parallelism,
-    runs_plainly,
 )
 
 
-class DepthQwen3Attention(Qwen3Attention):
+class DepthQwen3Attention(AttentionProjections, Qwen3Attention):
     """Qwen3's attention, over values that are mixed with those of the source layers."""
 
     def __init__(self, config: DepthQwen3Config, layer_idx: int):
@@ -77,37 +75,7 @@ class DepthQwen3Attention(Qwen3Attention):
         Returns the output `[B, T, hidden]`, the attention weights and the depth weights (each None if not asked for),
         and in a source layer also the key and the mixed value of these tokens, `[B, Hkv, T, d]`.
         """
-        input_shape = hidden_states.shape[:-1]
-        head_shape = (*input_shape, -1, self.head_dim)
-        query = self.q_proj(hidden_states).view(head_shape)
-        key = self.k_proj(hidden_states).view(head_shape)
-        value = self.v_proj(hidden_states).view(head_shape).transpose(1, 2)
-        if self.is_fused(query, key, value, *position_embeddings):
-            query, key, value = norm_rotary_mix(
-                query.transpose(1, 2),
-                key.transpose(1, 2),
-                value,
-                *position_embeddings,
-                query_norm_weight=self.q_norm.weight,
-                key_norm_weight=self.k_norm.weight,
-                eps=self.q_norm.variance_epsilon,
-                key_norm_position=self.key_norm_position,
-                source_keys=source_keys,
-                source_values=source_values,
-                scaling=self.scaling,
-                impl=self.depth_impl,
-            )
-        else:
-            query = self.q_norm(query).transpose(1, 2)
-            if self.key_norm_position == "before_rope":
-                key = self.k_norm(key)
-            query, key = apply_rotary_pos_emb(query, key.transpose(1, 2), *position_embeddings)
-            if self.key_norm_position == "after_rope":
-                key = self.k_norm(key)
-            if source_keys:
-                value = depth_value_mix(
-                    query, [*source_keys, key], [*source_values, value], scaling=self.scaling, impl=self.depth_impl
-                )
+        query, key, value = self.project(hidden_states, position_embeddings, source_keys, source_values)
         depth_weights = None
         if output_depth_weights:
             depth_weights = depth_value_weights(query, [*source_keys, key], scaling=self.scaling)
@@ -128,7 +96,7 @@ class DepthQwen3Attention(Qwen3Attention):
             sliding_window=self.sliding_window,
             **kwargs,
         )
-        attn_output = self.o_proj(attn_output.reshape(*input_shape, -1).contiguous())
+        attn_output = self.o_proj(attn_output.reshape(*hidden_states.shape[:-1], -1).contiguous())
         if not self.is_depth_source:
             return attn_output, attn_weights, depth_weights
         if keys is not key and keys.shape == key.shape and keys.dtype == key.dtype and not torch.is_grad_enabled():
@@ -138,15 +106,6 @@ class DepthQwen3Attention(Qwen3Attention):
             # an unmixed value is a view of the projection's output, and FSDP2 warns of modules that return views
             value = value.clone()
         return attn_output, attn_weights, depth_weights, key, value
-
-    def is_fused(self, *tensors: torch.Tensor) -> bool:
-        """
-        Whether norms, rotation and mixing of these tensors are one operation, which hooks and replacements of the
-        norms would not notice.
-        """
-        if self.depth_impl == "reference" or not (runs_plainly(self.q_norm) and runs_plainly(self.k_norm)):
-            return False
-        return use_triton(self.depth_impl, "norm_rotary_mix", triton_obstacle(tensors))
 
 
 class DepthQwen3DecoderLayer(Qwen3DecoderLayer):
@@ -317,7 +276,9 @@ class DepthQwen3ForCausalLM(DepthCausalLMForward, DepthQwen3PreTrainedModel, Qwe
         self.post_init()
 
 
-class DepthQwen3ForSequenceClassification(GenericForSequenceClassification, DepthQwen3PreTrainedModel):
+class DepthQwen3ForSequenceClassification(
+    DepthSequenceClassificationForward, GenericForSequenceClassification, DepthQwen3PreTrainedModel
+):
     """The decoder with a classification head on the last token that is not padding."""
 
     def __init__(self, config: DepthQwen3Config):
@@ -327,16 +288,6 @@ class DepthQwen3ForSequenceClassification(GenericForSequenceClassification, Dept
         self.model = DepthQwen3Model(config)
         self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
         self.post_init()
-
-    @accepts_both_cache_names
-    @functools.wraps(GenericForSequenceClassification.forward)
-    def forward(self, *args, output_depth_weights: bool | None = None, **kwargs):
-        if self.config.output_depth_weights if output_depth_weights is None else output_depth_weights:
-            raise ValueError(
-                "output_depth_weights=True, by argument or in the configuration: a classifier returns no depth "
-                "weights, but its `model` does."
-            )
-        return super().forward(*args, output_depth_weights=False, **kwargs)
 
 
 __all__ = [

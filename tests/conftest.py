@@ -2,6 +2,8 @@
 """Fixtures that every folder of tests shares."""
 
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 
 
 # before the libraries are imported: no look-ups on the Hub, no oversubscription by parallel test workers
@@ -16,10 +18,16 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from torch import nn
+from transformers import LlamaForCausalLM, PreTrainedModel, Qwen3ForCausalLM
 from transformers.utils import logging
 
-from depthmix import DepthQwen3ForCausalLM
+from depthmix import (
+    AttnResForCausalLM,
+    AttnResForSequenceClassification,
+    DepthQwen3ForCausalLM,
+    DepthQwen3ForSequenceClassification,
+)
 from depthmix.kernels import depth_implementations
 
 
@@ -43,6 +51,69 @@ TINY = {
 }
 
 
+@dataclass(frozen=True)
+class Family:
+    """What the checks that run over all model families need to know of each."""
+
+    head: type[PreTrainedModel]
+    classifier: type[PreTrainedModel]
+    vanilla: type[PreTrainedModel]
+    # the module of a layer that reads earlier ones, and how many it reads, from the arguments of a call
+    reader: Callable[[nn.Module], nn.Module]
+    count_sources: Callable[[tuple, dict], int]
+    # configuration fields for the different ways in which layers can read earlier ones, the densest first
+    patterns: dict[str, dict]
+    # a vanilla checkpoint that is read as this family keeps its function, up to the epsilon of the norms
+    fresh_is_vanilla: bool = False
+    # names of the modules that a vanilla model does not have, and the one of them that has nothing to mix
+    own_modules: tuple[str, ...] = ()
+    idle_module: str | None = None
+
+    @property
+    def densest(self) -> dict:
+        return next(iter(self.patterns.values()))
+
+    def is_own(self, parameter_name: str) -> bool:
+        """Whether a vanilla model has no such parameter."""
+        return not set(self.own_modules).isdisjoint(parameter_name.split("."))
+
+    def is_idle(self, parameter_name: str) -> bool:
+        """Whether its gradient is zero, since there is nothing to mix."""
+        return self.idle_module is not None and f"{self.idle_module}." in parameter_name
+
+
+FAMILIES = {
+    "depth_qwen3": Family(
+        head=DepthQwen3ForCausalLM,
+        classifier=DepthQwen3ForSequenceClassification,
+        vanilla=Qwen3ForCausalLM,
+        reader=lambda layer: layer.self_attn,
+        count_sources=lambda args, kwargs: len(kwargs["source_values"]),
+        patterns={
+            "stride_1": {"depth_stride": 1},
+            "stride_2": {"depth_stride": 2},
+            "window": {"depth_stride": 3, "depth_window": 2},
+        },
+    ),
+    "attnres": Family(
+        head=AttnResForCausalLM,
+        classifier=AttnResForSequenceClassification,
+        vanilla=Qwen3ForCausalLM,
+        reader=lambda layer: layer.mlp_mixer,
+        count_sources=lambda args, kwargs: len(args[2]),
+        patterns={
+            "full": {"attnres_variant": "full"},
+            "block_4": {"attnres_block_size": 4},
+            "block_3": {"attnres_block_size": 3, "attnres_scale": "sum", "attnres_recency_bias": True},
+            "cumulative": {"attnres_variant": "cumulative", "attnres_block_size": 4, "attnres_recency_bias": True},
+        },
+        fresh_is_vanilla=True,
+        own_modules=("attn_mixer", "mlp_mixer", "output_mixer"),
+        idle_module="layers.0.attn_mixer",
+    ),
+}
+
+
 def pytest_addoption(parser):
     parser.addoption(
         "--peer-python",
@@ -56,6 +127,19 @@ def pytest_runtest_setup(item):
         pytest.skip("needs Triton")
     if item.get_closest_marker("interpreter") and not depth_implementations.INTERPRETED:
         pytest.skip("needs Triton's interpreter")
+
+
+def pytest_generate_tests(metafunc):
+    """`family` runs a test over the families, `pattern` besides over the patterns of sources of each."""
+    if "pattern" in metafunc.fixturenames:
+        cases = [
+            pytest.param(family, fields, id=f"{name}-{pattern}")
+            for name, family in FAMILIES.items()
+            for pattern, fields in family.patterns.items()
+        ]
+        metafunc.parametrize("family, pattern", cases)
+    elif "family" in metafunc.fixturenames:
+        metafunc.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +156,10 @@ def tiny():
 
 @pytest.fixture
 def build():
-    """`build(**fields)` gives an awake DepthQwen3ForCausalLM in eval mode; equal fields give equal weights."""
+    """
+    `build(**fields)` gives an awake DepthQwen3ForCausalLM, or another `model_class`, in eval mode; equal fields give
+    equal weights.
+    """
 
     def build(*, seed: int = 0, model_class=DepthQwen3ForCausalLM, **fields):
         torch.manual_seed(seed)
@@ -88,14 +175,17 @@ def build():
 
 @pytest.fixture
 def vanilla_twin():
-    """`vanilla_twin(model)` gives the Qwen3ForCausalLM with the same weights."""
+    """`vanilla_twin(model)` gives the Qwen3ForCausalLM, or without q/k norms the Llama, with the same weights."""
 
     def vanilla_twin(model):
-        fields = {name: getattr(model.config, name) for name in Qwen3Config.__dataclass_fields__ if name in TINY}
-        kept = ("layer_types", "sliding_window", "use_sliding_window", "tie_word_embeddings", "rope_parameters")
-        fields |= {name: getattr(model.config, name) for name in kept}
-        twin = Qwen3ForCausalLM(Qwen3Config(**fields))
-        twin.load_state_dict(model.state_dict())
+        vanilla_class = Qwen3ForCausalLM if getattr(model.config, "use_qk_norm", True) else LlamaForCausalLM
+        config_class = vanilla_class.config_class
+        names = {*TINY, "layer_types", "sliding_window", "use_sliding_window", "tie_word_embeddings"}
+        names |= {"rope_parameters", "attention_bias", "mlp_bias"}
+        names &= config_class.__dataclass_fields__.keys()
+        twin = vanilla_class(config_class(**{n: getattr(model.config, n) for n in names if hasattr(model.config, n)}))
+        state = model.state_dict()
+        twin.load_state_dict({name: state[name] for name in twin.state_dict()})
         return twin.eval()
 
     return vanilla_twin
@@ -112,6 +202,18 @@ def assert_awake(vanilla_twin):
         assert difference > 0.05
 
     return assert_awake
+
+
+@pytest.fixture
+def build_awake(build, assert_awake):
+    """`build_awake(family, **fields)` is `build` with the control that the mixing matters."""
+
+    def build_awake(family: Family, **fields):
+        model = build(model_class=family.head, **fields)
+        assert_awake(model)
+        return model
+
+    return build_awake
 
 
 def token_ids(batch: int, length: int, *, seed: int = 1, vocab_size: int = TINY["vocab_size"]) -> torch.Tensor:

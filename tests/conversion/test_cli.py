@@ -62,6 +62,21 @@ def test_dry_run(qwen3_source, tmp_path, capsys):
     assert not (tmp_path / "converted").exists()
 
 
+def test_options_of_attnres(qwen3_source, tmp_path, capsys, fails):
+    source, dest = qwen3_source(), tmp_path / "converted"
+    options = ["--attnres-variant", "block", "--attnres-block-size", "3", "--attnres-recency-bias"]
+    main(["convert", str(source), str(dest), "--to", "attnres", *options, "--attnres-scale", "mean"])
+    text = capsys.readouterr().out
+    for field in ("attnres_block_size: 3", "attnres_recency_bias: True", "attnres_scale: 'mean'"):
+        assert f"{field} (new)" in text
+    main(["inspect", str(dest)])
+    text = capsys.readouterr().out
+    assert "AttnRes (depthmix)" in text and "attnres_variant=block, attnres_block_size=3" in text
+    assert "depth_qwen3 has no option attnres_scale" in fails(
+        1, "convert", source, tmp_path / "other", "--attnres-scale", "sum"
+    )
+
+
 def test_overwrite(qwen3_source, tmp_path, capsys, fails):
     source, dest = qwen3_source(), tmp_path / "converted"
     main(["convert", str(source), str(dest)])

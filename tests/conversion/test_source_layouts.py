@@ -7,6 +7,7 @@ from depthmix.conversion import ConversionError, inspect_checkpoint
 from depthmix.conversion.source_layouts import LAYOUTS, recognise_layout
 
 
+RECENCY_BIAS = "model.layers.0.attnres_attn_aggregator.recency_bias"
 NORMS = ("model.layers.0.self_attn.q_norm.weight", "model.layers.0.self_attn.k_norm.weight")
 
 
@@ -30,10 +31,12 @@ NORMS = ("model.layers.0.self_attn.q_norm.weight", "model.layers.0.self_attn.k_n
         ({"model_type": "llama", "no_residual": True}, NORMS, "released_experiment"),
         ({"model_type": "llama", "layer_kv_reuse_map": {}, "no_residual": False}, NORMS, "released_qk_norm"),
         ({"model_type": "llama", "baseline_mode": "something_else"}, NORMS, "released_experiment"),
-        ({"model_type": "llama", "baseline_mode": " Block-AttnRes "}, NORMS, "released_attnres"),
+        ({"model_type": "llama", "baseline_mode": " Block-AttnRes "}, NORMS, "released_attnres_block"),
+        ({"model_type": "llama", "residual_baseline": "attention_residual"}, (RECENCY_BIAS,), "released_attnres"),
+        ({"model_type": "llama"}, (RECENCY_BIAS,), "released_attnres"),
         ({"model_type": "llama", "residual_baseline": "denseformer"}, NORMS, "released_denseformer"),
         ({"model_type": "llama", "baseline_mode": "none", "residual_baseline": "mhc"}, NORMS, "released_mhc"),
-        ({"model_type": "llama"}, ("model.layers.0.attnres_attn_aggregator.pseudo_query",), "released_attnres"),
+        ({"model_type": "llama"}, ("model.layers.0.attnres_attn_aggregator.pseudo_query",), "released_attnres_block"),
         ({"model_type": "llama"}, ("model.densetransformer_dwa.alphas.0",), "released_denseformer"),
         # the tensors are stronger evidence than the config
         (
@@ -44,7 +47,11 @@ NORMS = ("model.layers.0.self_attn.q_norm.weight", "model.layers.0.self_attn.k_n
         ({"model_type": "qwen3_attnres"}, (), "attention_residuals"),
         ({"model_type": "kimi_linear", "attn_res_block_size": 12}, (), "attention_residuals"),
         ({"model_type": "qwen3", "attnres_num_blocks": 4}, NORMS, "attention_residuals"),
-        ({"model_type": "qwen2"}, (), "unknown"),
+        ({"model_type": "attnres"}, (), "attnres"),
+        ({"model_type": "qwen2"}, (), "qwen2"),
+        ({"model_type": "qwen2"}, ("embed_tokens.weight",), "qwen2_base"),
+        ({"model_type": "llama"}, ("embed_tokens.weight",), "llama_base"),
+        ({"model_type": "mistral"}, (), "unknown"),
         ({}, NORMS, "unknown"),
     ],
 )

@@ -2,7 +2,7 @@
 """Names of tensors, there and back."""
 
 from depthmix.conversion import weight_maps
-from depthmix.conversion.weight_maps import RELEASED_LLAMA_TO_DEPTH_QWEN3, WeightMap
+from depthmix.conversion.weight_maps import RELEASED_LLAMA, WeightMap
 
 
 RENAMING = WeightMap(
@@ -34,7 +34,7 @@ def test_renames_go_both_ways():
 def test_dropped_names_have_no_target():
     assert RENAMING.to_target("unused.weight") is RENAMING.to_target("model.layers.12.unused") is None
     assert RENAMING.to_target("unusedXweight") == "unusedXweight"
-    assert RELEASED_LLAMA_TO_DEPTH_QWEN3.to_target("lm_head_layernorm.weight") is None
+    assert RELEASED_LLAMA.to_target("lm_head_layernorm.weight") is None
 
 
 def test_every_map_is_reversible(released_tensors):

@@ -45,6 +45,12 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("clean_python", interpreters.values(), ids=interpreters, indirect=True)
 
 
+@pytest.fixture
+def build(build, family):
+    """The shared one with the family's head in place of the default: what is built here is built for every family."""
+    return functools.partial(build, model_class=family.head)
+
+
 @functools.cache
 def site_folders(python: str) -> str:
     # all of them: an environment may read packages from another one's folder

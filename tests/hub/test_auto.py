@@ -39,14 +39,14 @@ def from_config_types(config):
     return [type(auto_class.from_config(config)) for auto_class in AUTO_MODELS]
 
 
-@pytest.mark.parametrize("family", ["Qwen3", "Olmo2"])
-def test_stock_names_keep_their_meaning(family, build, tiny, tmp_path):
+@pytest.mark.parametrize("stock_name", ["Qwen3", "Olmo2"])
+def test_stock_names_keep_their_meaning(family, stock_name, build, tiny, tmp_path):
     tiny |= {"num_hidden_layers": 1}
-    stock = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**tiny))
+    stock = getattr(transformers, f"{stock_name}ForCausalLM")(getattr(transformers, f"{stock_name}Config")(**tiny))
     stock.save_pretrained(tmp_path / "stock")
     build().save_pretrained(tmp_path / "ours")
     for _ in range(2):
-        assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "ours")) is depthmix.DepthQwen3ForCausalLM
+        assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "ours")) is family.head
         for flag in ({}, {"trust_remote_code": True}):
             assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "stock", **flag)) is type(stock)
     assert not list((tmp_path / "stock").glob("*.py"))
@@ -60,7 +60,7 @@ def test_registering_again(build, assert_complete, tmp_path):
     register()
     for module in (depthmix.hub, depthmix.auto, depthmix):
         assert importlib.reload(module) is sys.modules[module.__name__]
-    assert from_config_types(config) == before == list(auto_classes("depth_qwen3").values())[1:]
+    assert from_config_types(config) == before == list(auto_classes(config.model_type).values())[1:]
     # the hook is not stacked on itself
     assert type(config).to_json_file is save
     build().save_pretrained(tmp_path)
@@ -72,10 +72,13 @@ def test_package_and_remote_code_in_one_process(
 ):
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformers_modules"]:
+        monkeypatch.delitem(sys.modules, name)
     model = build()
     assert_awake(model)
     model.save_pretrained(tmp_path / "saved")
-    remote_class = get_class_from_dynamic_module(AUTO_MAPS["depth_qwen3"]["AutoModelForCausalLM"], tmp_path / "saved")
+    reference = AUTO_MAPS[model.config.model_type]["AutoModelForCausalLM"]
+    remote_class = get_class_from_dynamic_module(reference, tmp_path / "saved")
     assert remote_class is not type(model)
     remote = remote_class.from_pretrained(tmp_path / "saved")
     assert type(remote.config) is not type(model.config)

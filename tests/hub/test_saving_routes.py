@@ -105,7 +105,7 @@ def assert_all_pushed(build, tmp_path):
 
 
 def test_trainer_adapter_and_remote_class(
-    clean_python, build, token_ids, assert_awake, assert_complete, assert_all_pushed, tmp_path
+    clean_python, family, build, token_ids, assert_awake, assert_complete, assert_all_pushed, tmp_path
 ):
     assert_awake(build())
     ids = token_ids(4, 12)
@@ -122,7 +122,8 @@ def test_trainer_adapter_and_remote_class(
 
     # here transformers copies the code: with a configuration alone, only the file of its class
     for route in ("configuration's push_to_hub", "configuration's save_pretrained"):
-        assert {"config.json", "configuration_depth_qwen3.py"} <= set(remote["pushed"].pop(route))
+        module = family.head.config_class.__module__.split(".")[-1]
+        assert {"config.json", f"{module}.py"} <= set(remote["pushed"].pop(route))
     assert_all_pushed(remote["pushed"])
 
 

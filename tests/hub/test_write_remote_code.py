@@ -11,8 +11,8 @@ import pytest
 from transformers.dynamic_module_utils import get_relative_import_files
 
 import depthmix.hub
-from depthmix import DepthQwen3Config, DepthQwen3ForCausalLM, DepthQwen3Model
-from depthmix.auto import AUTO_MAPS
+from depthmix import DepthQwen3Config
+from depthmix.auto import AUTO_MAPS, auto_classes
 from depthmix.conversion.cli import main
 from depthmix.hub import collect_remote_code, ship_remote_code, write_remote_code
 
@@ -174,7 +174,8 @@ def test_a_family_whose_configuration_derives_from_another(tiny, tmp_path):
 
 def test_classes_registered_by_the_user(monkeypatch, build, assert_complete, tmp_path):
     build().save_pretrained(tmp_path / "plain")
-    for registered in (DepthQwen3Config, DepthQwen3Model, DepthQwen3ForCausalLM):
+    classes = auto_classes(build().config.model_type)
+    for registered in (classes[name] for name in ("AutoConfig", "AutoModel", "AutoModelForCausalLM")):
         monkeypatch.setattr(registered, "_auto_class", None)
         registered.register_for_auto_class()
     # transformers copies the package's own file, and maps AutoModel to the class with a head
@@ -244,7 +245,7 @@ def test_command_adds_code(build, assert_complete, tmp_path):
     ("config", "message"),
     [
         (None, "has no config.json"),
-        ({"model_type": "qwen3"}, "model_type is 'qwen3', must be one of depth_qwen3"),
+        ({"model_type": "qwen3"}, "model_type is 'qwen3', must be one of attnres, depth_qwen3"),
         ({}, "model_type is None"),
     ],
 )

@@ -108,8 +108,8 @@ def test_training_steps_with_the_cache_left_on(
             enable_checkpointing(model, use_reentrant=use_reentrant)
         seen = [[] for _ in model.model.layers]
         for layer, counts in zip(model.model.layers, seen, strict=True):
-            layer.self_attn.register_forward_pre_hook(
-                lambda _, args, kwargs, counts=counts: counts.append(family.count_sources(kwargs)), with_kwargs=True
+            family.reader(layer).register_forward_pre_hook(
+                lambda _, *call, counts=counts: counts.append(family.count_sources(*call)), with_kwargs=True
             )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         losses = []

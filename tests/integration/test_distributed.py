@@ -46,15 +46,14 @@ def run_two_processes(tmp_path):
 
 
 def test_two_processes(family, build_awake, tmp_path, run_two_processes):
-    patterns = {"default": {}, "densest": family.densest}
-    folders = {name: tmp_path / name for name in patterns}
-    for name, fields in patterns.items():
+    folders = {name: tmp_path / name for name in family.patterns}
+    for name, fields in family.patterns.items():
         # an even vocabulary, since tensor parallelism splits the head
         build_awake(family, vocab_size=98, **fields).save_pretrained(folders[name])
 
     for results in run_two_processes(folders):
         assert [result for result in results.values() if "Traceback" in str(result)] == []
-        for name in patterns:
+        for name in family.patterns:
             for mode in ("plain", "non_reentrant", "reentrant"):
                 assert results[f"ddp {name} {mode}"] < 1e-12
                 assert results[f"fsdp {name} {mode}"] < 1e-12
@@ -62,6 +61,7 @@ def test_two_processes(family, build_awake, tmp_path, run_two_processes):
 
             bf16 = results[f"fsdp_bf16 {name}"]
             assert bf16["loss_error"] < 1e-2
+            assert [name for name in bf16["without_gradient"] if not family.is_idle(name)] == []
             assert bf16["sources"] == bf16["bf16_sources"] > 0
 
             state = results[f"fsdp_full_state_dict {name}"]
@@ -70,7 +70,9 @@ def test_two_processes(family, build_awake, tmp_path, run_two_processes):
             # half of the model in each process
             exact = pytest.approx(0, abs=1e-12)
             assert results[f"tensor_parallel {name}"] == {"logits": exact, "gradients": exact, "held": 0.5}
-            assert results[f"native_fsdp {name}"] == {"saved": exact, "gradients": exact, "held": 0.5}
+            # here the final norm is a unit of its own and so the stock module, which computes in fp32
+            gradients = pytest.approx(0, abs=1e-5)
+            assert results[f"native_fsdp {name}"] == {"saved": exact, "gradients": gradients, "held": 0.5}
 
             if INTERPRETED:
                 assert max(results[f"kernels {name}"].values()) < 1e-5

@@ -18,8 +18,8 @@ def mixed_device_map():
 
     def mixed_device_map(model):
         placed = {f"model.layers.{i}": "disk" if i % 2 else "cpu" for i in range(len(model.model.layers))}
-        others = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")
-        return placed | dict.fromkeys(others, "cpu")
+        others = [f"model.{name}" for name, _ in model.model.named_children() if name != "layers"]
+        return placed | dict.fromkeys([*others, "lm_head"], "cpu")
 
     return mixed_device_map
 
@@ -86,7 +86,9 @@ def test_automatic_device_map_keeps_layers_whole(family, build_awake):
 def test_sources_follow_to_the_device_of_their_reader(family, pattern, build_awake, token_ids):
     """The meta device plays a second one: a tensor that a hook did not move raises there."""
     model = build_awake(family, **pattern)
-    away = [*model.model.layers[2:], model.model.norm, model.lm_head]
+    here = ("embed_tokens", "rotary_emb", "layers")
+    after = [module for name, module in model.model.named_children() if name not in here]
+    away = [*model.model.layers[2:], *after, model.lm_head]
     for module in away:
         module.to("meta")
         add_hook_to_module(module, AlignDevicesHook(execution_device="meta"))

@@ -29,7 +29,7 @@ def train_one_step(model, ids):
     loss = model.train()(input_ids=ids, labels=ids).loss
     loss.backward()
     assert [name for name, p in trainable.items() if p.grad is None] == []
-    torch.optim.SGD(trainable.values(), lr=0.5).step()
+    torch.optim.SGD(trainable.values(), lr=0.2).step()
     model.eval()
     return loss
 
@@ -62,7 +62,7 @@ def test_lora(family, targets, build_awake, token_ids, logits_of, tmp_path):
 
     merged = model.merge_and_unload()
     assert type(merged) is family.head
-    assert (logits_of(merged, ids) - logits).abs().max() <= 2e-5
+    assert (logits_of(merged, ids) - logits).abs().max() <= 1e-5 * logits.abs().max()
     merged.save_pretrained(tmp_path / "merged")
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert torch.equal(logits_of(reloaded, ids), logits_of(merged, ids))
@@ -102,7 +102,9 @@ def test_new_tokens_and_modules_to_save(family, build_awake, token_ids, logits_o
     build_awake(family).save_pretrained(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     model.resize_token_embeddings(100)
-    model = peft.get_peft_model(model, lora(["v_proj"], modules_to_save=["embed_tokens", "lm_head", "k_norm"]))
+    model = peft.get_peft_model(
+        model, lora(["v_proj"], modules_to_save=["embed_tokens", "lm_head", "k_norm", *family.own_modules])
+    )
     ids = token_ids(2, 12)
     ids[:, 3] = 99
     for _ in range(2):

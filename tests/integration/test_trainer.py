@@ -77,7 +77,8 @@ def test_every_parameter_learns(family, initializer_range, build, rows, train):
     model = build(model_class=family.head, **family.densest, initializer_range=initializer_range)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     train(model, rows(4), max_steps=1, learning_rate=1.0)
-    assert [name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])] == []
+    unchanged = [name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])]
+    assert [name for name in unchanged if not family.is_idle(name)] == []
 
 
 @pytest.mark.parametrize("use_reentrant", [None, False, True], ids=["plain", "non_reentrant", "reentrant"])

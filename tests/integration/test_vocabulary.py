@@ -55,7 +55,7 @@ def test_training_on_a_new_token(family, tied, build_awake, token_ids):
     before = {name: weight.detach().clone() for name, weight in weights(model).items()}
     ids = token_ids(2, 8)
     ids[:, 4] = 99
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
     loss = model(ids, labels=ids).loss
     loss.backward()
     optimizer.step()

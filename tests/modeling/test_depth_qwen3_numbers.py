@@ -5,11 +5,11 @@ import math
 
 import pytest
 import torch
+from float64_checks import exact, inputs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from plain_depth_qwen3 import plain_frequencies, plain_logits
+from plain_depth_qwen3 import plain_depth_qwen3_logits
 from torch import nn
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from depthmix import DepthQwen3Config, DepthQwen3ForCausalLM
 
@@ -17,39 +17,9 @@ from depthmix import DepthQwen3Config, DepthQwen3ForCausalLM
 SMALL = {"hidden_size": 24, "intermediate_size": 20, "head_dim": 6}
 
 
-class ExactNorm(nn.Module):
-    def __init__(self, norm):
-        super().__init__()
-        self.weight, self.eps = norm.weight, norm.variance_epsilon
-
-    def forward(self, x):
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
-
-
-class ExactRotary(nn.Module):
-    def __init__(self, fields):
-        super().__init__()
-        self.frequencies, self.factor = plain_frequencies(fields)
-
-    def forward(self, x, position_ids):
-        angles = (position_ids[..., None] * self.frequencies).repeat(1, 1, 2)
-        return angles.cos() * self.factor, angles.sin() * self.factor
-
-
-def exact(model):
-    """The model in float64 throughout: by themselves, transformers' norms and rotations stay in fp32."""
-    model.double()
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if isinstance(child, Qwen3RMSNorm):
-                setattr(module, name, ExactNorm(child))
-    model.model.rotary_emb = ExactRotary(model.config.to_dict())
-    return model
-
-
 def plain_logits_of(model, ids, **kwargs):
     weights = {name: tensor.double() for name, tensor in model.state_dict().items()}
-    return plain_logits(weights, model.config.to_dict(), ids, **kwargs)
+    return plain_depth_qwen3_logits(weights, model.config.to_dict(), ids, **kwargs)
 
 
 def sine_weights(model):
@@ -176,33 +146,6 @@ def architectures(draw):
     return fields
 
 
-@st.composite
-def inputs(draw):
-    """Ids with nothing else, with padding on either side, with shifted positions, or with packed documents."""
-    batch, length = draw(st.integers(1, 2)), draw(st.integers(1, 7))
-    ids = torch.tensor(draw(st.lists(st.integers(0, 96), min_size=batch * length, max_size=batch * length)))
-    ids = ids.view(batch, length)
-    kind = draw(st.sampled_from(["bare", "left padding", "right padding", "positions", "packed"]))
-    if kind == "bare":
-        return ids, {}, {}
-    if kind == "positions":
-        given = {"position_ids": torch.arange(length).expand(batch, -1) + draw(st.integers(0, 300))}
-        return ids, given, given
-    if kind == "packed":
-        # transformers finds the documents where positions restart, without a cache or a mask, in a single row
-        ends = sorted(draw(st.sets(st.integers(1, length), max_size=2)) | {0, length})
-        lengths = [end - start for start, end in zip(ends, ends[1:], strict=False)]
-        given = {"position_ids": torch.cat([torch.arange(n) for n in lengths])[None]}
-        documents = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])[None]
-        return ids[:1], given | {"use_cache": False}, given | {"documents": documents}
-    real = torch.tensor([draw(st.integers(1, length)) for _ in range(batch)])
-    mask = (torch.arange(length) < real[:, None]).long()
-    if kind == "left padding":
-        mask = mask.flip(1)
-    given = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
-    return ids, given, given
-
-
 @settings(
     deadline=None, max_examples=40, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -265,7 +208,7 @@ def test_gradients_equal_those_of_the_plain_model(build, token_ids, fields):
     weights = dict(model.named_parameters())
     losses = [
         nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-        for logits in (model(ids).logits, plain_logits(weights, model.config.to_dict(), ids))
+        for logits in (model(ids).logits, plain_depth_qwen3_logits(weights, model.config.to_dict(), ids))
     ]
     ours, expected = (torch.autograd.grad(loss, list(weights.values())) for loss in losses)
     for name, ours_, expected_ in zip(weights, ours, expected, strict=True):

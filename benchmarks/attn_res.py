@@ -1,0 +1,383 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""
+`python -m benchmarks.attn_res` checks the kernels of Attention Residuals on this machine's GPU and measures them by
+themselves, beside those of liger-kernel, fla-core and flash-attn-res where these are installed.
+"""
+
+import argparse
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from depthmix.kernels import attn_res, attn_res_phase_1, attn_res_phase_2, attn_res_triton
+
+from .harness import Measurement, environment, measure, release_memory, write_results
+
+
+EPS = 1e-6
+# tokens, hidden size, sub-layers, sub-layers of a block
+STACKS = {"2k": (16384, 2048, 32, 8), "4k": (8192, 4096, 96, 12)}
+# of the finished blocks, phase 2's backward reads this many again instead of one kept mix of them
+RECOMPUTED_SOURCES = 4
+
+
+class Site:
+    """The parameters of one site."""
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype):
+        self.pseudo_query = (torch.randn(hidden_size, device="cuda") * 0.02).to(dtype).requires_grad_()
+        self.norm_weight = torch.ones(hidden_size, device="cuda", dtype=dtype, requires_grad=True)
+
+    @property
+    def parameters(self) -> tuple[Tensor, Tensor]:
+        return self.pseudo_query, self.norm_weight
+
+
+def sub_layer(x: Tensor) -> Tensor:
+    """Trivial, so that nearly all time is that of the mixing."""
+    return x * 0.5
+
+
+def plain_residual(x: Tensor, sites: list[Site], block_size: int) -> Tensor:
+    for _ in sites[:-1]:
+        x = x + sub_layer(x)
+    return x
+
+
+def two_phases(
+    x: Tensor,
+    sites: list[Site],
+    block_size: int,
+    *,
+    recomputed: int = RECOMPUTED_SOURCES,
+    impl: str = "triton",
+    sub_layer: Callable[[Tensor], Tensor] = sub_layer,
+) -> Tensor:
+    """Block Attention Residuals as a model runs them."""
+    blocks = [x]
+    for first in range(0, len(sites) - 1, block_size):
+        block = sites[first : min(first + block_size, len(sites) - 1)]
+        # the mix of a single source is that source
+        mixed = block[1:] if first == 0 else block
+        outputs, log_sum_exps = attn_res_phase_1(
+            *(blocks, [site.pseudo_query for site in mixed], [site.norm_weight for site in mixed]), eps=EPS, impl=impl
+        )
+        update = sub_layer(x if first == 0 else outputs.pop(0))
+        if first != 0:
+            log_sum_exps.pop(0)
+        partial_sum = None
+        for site, output, log_sum_exp in zip(block[1:], outputs, log_sum_exps, strict=True):
+            partial_sum, hidden = attn_res_phase_2(
+                *(output, log_sum_exp, partial_sum, update, *site.parameters),
+                eps=EPS,
+                num_sources=len(blocks) + 1,
+                sources=blocks if len(blocks) <= recomputed else None,
+                impl=impl,
+            )
+            update = sub_layer(hidden)
+        blocks = [*blocks, update if partial_sum is None else partial_sum + update]
+    return attn_res(blocks, *sites[-1].parameters, eps=EPS, impl=impl)
+
+
+def single_sites(x: Tensor, sites: list[Site], block_size: int, mix: Callable[[list[Tensor], Site], Tensor]) -> Tensor:
+    """Every sub-layer mixes all its sources by itself, as the peers' operations do."""
+    blocks, partial_sum = [x], None
+    for i, site in enumerate(sites[:-1]):
+        sources = blocks if partial_sum is None else [*blocks, partial_sum]
+        update = sub_layer(mix(sources, site))
+        partial_sum = update if partial_sum is None else partial_sum + update
+        if (i + 1) % block_size == 0:
+            blocks, partial_sum = [*blocks, partial_sum], None
+    return mix(blocks if partial_sum is None else [*blocks, partial_sum], sites[-1])
+
+
+def mix_fla(sources: list[Tensor], site: Site) -> Tensor:
+    from fla.ops.attnres import fused_attnres
+
+    return fused_attnres(site.pseudo_query, sources, site.norm_weight, rms_eps=EPS, checkpoint_level=0)
+
+
+def mix_liger(sources: list[Tensor], site: Site) -> Tensor:
+    from liger_kernel.ops.attn_res import LigerAttnResFunction
+
+    return LigerAttnResFunction.apply(torch.stack(sources), *site.parameters, EPS)
+
+
+def flash_attn_res(x: Tensor, sites: list[Site], block_size: int) -> Tensor:
+    """Its two operations in turn; they have no norm weight."""
+    from flash_attn_res import phase_1_batched_attention_triton_op as phase_1
+    from flash_attn_res import phase_2_online_softmax_merge_triton_op as phase_2
+
+    blocks = [x]
+    for first in range(0, len(sites) - 1, block_size):
+        block = sites[first : min(first + block_size, len(sites) - 1)]
+        outputs, log_sum_exps = phase_1(torch.stack(blocks), torch.stack([site.pseudo_query for site in block]), EPS)
+        partial_sum = sub_layer(outputs[0])
+        for i, site in enumerate(block[1:], 1):
+            mixed = phase_2(partial_sum, site.pseudo_query, outputs[i], log_sum_exps[i], EPS)
+            partial_sum = partial_sum + sub_layer(mixed)
+        blocks.append(partial_sum)
+    return phase_1(torch.stack(blocks), sites[-1].pseudo_query[None], EPS)[0][0]
+
+
+WAYS = {
+    "plain residual": plain_residual,
+    "depthmix": two_phases,
+    "depthmix, kept": partial(two_phases, recomputed=0),
+    "liger-kernel": partial(single_sites, mix=mix_liger),
+    "fla-core": partial(single_sites, mix=mix_fla),
+    "flash-attn-res": flash_attn_res,
+}
+
+
+def gradients(step: Callable[[], Tensor], leaves: list[Tensor], grad: Tensor) -> list[Tensor]:
+    output = step()
+    return [output, *torch.autograd.grad(output, leaves, grad, allow_unused=True)]
+
+
+def check_function() -> None:
+    """
+    The gate before any number: outputs and all gradients of the kernels, whose distance from the reference in fp64 is
+    at most twice that of the reference in the same dtype.
+    """
+    cases = itertools.product([100, 2048], [257], [torch.bfloat16, torch.float32])
+    for hidden_size, tokens, dtype in cases:
+        torch.manual_seed(0)
+        x = torch.randn(1, tokens, hidden_size, device="cuda", dtype=dtype, requires_grad=True)
+        sites = [Site(hidden_size, dtype) for _ in range(10)]
+        grad = torch.randn_like(x)
+        results = {}
+        for name, to, impl, recomputed in (
+            ("exact", torch.float64, "reference", 0),
+            ("reference", dtype, "reference", 0),
+            ("kept", dtype, "triton", 0),
+            ("recomputed", dtype, "triton", 4),
+        ):
+            copies = [site.parameters for site in sites]
+            leaves = [tensor.detach().to(to).requires_grad_() for tensor in (x, *itertools.chain(*copies))]
+            for site, i in zip(sites, range(1, len(leaves), 2), strict=True):
+                site.pseudo_query, site.norm_weight = leaves[i : i + 2]
+            # of sources in one direction, the weights would not depend on the query
+            step = partial(
+                *(two_phases, leaves[0], sites, 3),
+                recomputed=recomputed,
+                impl=impl,
+                sub_layer=lambda x: 0.5 * x.roll(1, -1),
+            )
+            results[name] = gradients(step, leaves, grad.to(to))
+            for site, (query, norm_weight) in zip(sites, copies, strict=True):
+                site.pseudo_query, site.norm_weight = query, norm_weight
+        for name in ("kept", "recomputed"):
+            for i, (ours, plain, exact) in enumerate(
+                zip(results[name], results["reference"], results["exact"], strict=True)
+            ):
+                if exact is None:
+                    continue
+                norm = exact.norm().item()
+                error, allowed = ((tensor.double() - exact).norm().item() / norm for tensor in (ours, plain))
+                floor = 64 * torch.finfo(torch.float32).eps
+                if not error <= 2 * allowed + floor:
+                    raise RuntimeError(
+                        f"tensor {i} of {name} at d={hidden_size}, T={tokens}, {dtype} is off by {error:.3g}; the "
+                        f"reference by {allowed:.3g}."
+                    )
+
+
+def _measured(case: str, size: str, steps: dict[str, Callable[[], object]], calls: int = 1) -> Iterator[Measurement]:
+    """One row for each way that runs here, of steps that make so many calls; ratios are to "depthmix"."""
+    running = {}
+    for name, step in steps.items():
+        try:
+            step()
+            running[name] = step
+        except Exception as error:
+            print(f"{case:24} {size:5} {name:16} does not run: {type(error).__name__}: {str(error)[:120]}", flush=True)
+    timings = dict(zip(running, measure(list(running.values())), strict=True))
+    yardstick = timings["depthmix"].median
+    for name, timing in timings.items():
+        yield Measurement(
+            *(case, size, name, timing.median / calls, min(timing.times) / calls, max(timing.times) / calls),
+            peak_gib=timing.peak_gib,
+            ratio=timing.median / yardstick,
+        )
+
+
+def stack_of(size: str):
+    tokens, hidden_size, sub_layers, block_size = STACKS[size]
+    torch.manual_seed(0)
+    x = torch.randn(1, tokens, hidden_size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    sites = [Site(hidden_size, torch.bfloat16) for _ in range(sub_layers + 1)]
+    grad = torch.randn_like(x)
+
+    def forward(way):
+        with torch.no_grad():
+            way(x, sites, block_size)
+
+    def forward_backward(way):
+        for leaf in (x, *itertools.chain(*(site.parameters for site in sites))):
+            leaf.grad = None
+        way(x, sites, block_size).backward(grad)
+
+    return forward, forward_backward
+
+
+def stacks(size: str) -> Iterator[Measurement]:
+    for case, step in zip(("forward", "forward + backward"), stack_of(size), strict=True):
+        yield from _measured(f"stack, {case}", size, {name: partial(step, way) for name, way in WAYS.items()})
+
+
+def single_site(size: str) -> Iterator[Measurement]:
+    """One site with 8 sources."""
+    tokens, hidden_size, _, _ = STACKS[size]
+    shape = (1, tokens, hidden_size)
+    sources = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(8)]
+    site, grad = Site(hidden_size, torch.bfloat16), torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    ways = {
+        "depthmix": lambda: attn_res(sources, *site.parameters, eps=EPS, impl="triton"),
+        "liger-kernel": lambda: mix_liger(sources, site),
+        "fla-core": lambda: mix_fla(sources, site),
+    }
+
+    calls = 10
+
+    def step(way):
+        for _ in range(calls):
+            gradients(way, [*sources, *site.parameters], grad)
+
+    yield from _measured("single site", size, {name: partial(step, way) for name, way in ways.items()}, calls)
+
+
+def profile(size: str) -> None:
+    """Where the time of a stack goes, and how long the host needs to launch it."""
+    _, forward_backward = stack_of(size)
+    for _ in range(3):
+        forward_backward(two_phases)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    forward_backward(two_phases)
+    print(f"host {1e3 * (time.perf_counter() - start):.2f} ms", flush=True)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        forward_backward(two_phases)
+        torch.cuda.synchronize()
+    print(profiler.key_averages().table(sort_by="cuda_time_total", row_limit=16, max_name_column_width=60), flush=True)
+
+
+def _milliseconds(run: Callable[[], object], calls: int = 5) -> float:
+    """Of one of several calls in a graph, so that the host's time to launch them is not measured."""
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            run()
+    return measure([graph.replay], warmup=1, repeats=5)[0].median / calls
+
+
+def sweep(size: str, num_sources: int, num_sites: int) -> None:
+    """Bandwidth of each kernel with other tiles than its own, the fastest first."""
+    tokens, hidden_size, _, _ = STACKS[size]
+    unit = 2 * tokens * hidden_size
+    new = partial(torch.randn, tokens, hidden_size, device="cuda", dtype=torch.bfloat16)
+    sources, grads = [new() for _ in range(num_sources)], [new() for _ in range(num_sites)]
+    sites = [Site(hidden_size, torch.bfloat16) for _ in range(num_sites)]
+    queries, gains = ([site.parameters[i].detach() for site in sites] for i in range(2))
+    log_sum_exp_grads = [torch.zeros(tokens, device="cuda") for _ in sites]
+    one = (queries[0], gains[0], None, None)
+    k, n, s = attn_res_triton, num_sources, num_sites
+    scalars = k.attn_res_forward(sources, *one, EPS, 1, True)[-1]
+    phase_1_scalars = k.attn_res_phase_1_forward(sources, queries, gains, EPS, True)[-1]
+    phase_2 = (sources[0], log_sum_exp_grads[0], sources[1], sources[2], *one, [], EPS, 1, True)
+    phase_2_scalars = k.attn_res_phase_2_forward(*phase_2)[-1]
+    phase_2_backward = (*sources[1:2], *one, phase_2_scalars, EPS, 1)
+    # what runs, the units that it moves, and the tiles that may differ
+    runs = {
+        "attn_res_fwd": (lambda: k.attn_res_forward(sources, *one, EPS, 1, True), n + 1),
+        "attn_res_bwd": (lambda: k.attn_res_backward(grads[0], sources, *one, scalars, EPS, 1), 2 * n + 1),
+        "attn_res_phase_1_fwd": (lambda: k.attn_res_phase_1_forward(sources, queries, gains, EPS, True), n + s),
+        "attn_res_phase_1_bwd": (
+            lambda: k.attn_res_phase_1_backward(grads, log_sum_exp_grads, sources, queries, gains, phase_1_scalars),
+            s + 3 * n,
+        ),
+        "attn_res_phase_2_fwd": (lambda: k.attn_res_phase_2_forward(*phase_2), 5),
+        "attn_res_phase_2_bwd": (
+            lambda: k.attn_res_phase_2_backward(grads[0], grads[1], sources[0], [], *phase_2_backward),
+            6,
+        ),
+        "attn_res_phase_2_bwd, recomputed": (
+            lambda: k.attn_res_phase_2_backward(grads[0], grads[1], None, sources, *phase_2_backward),
+            5 + n,
+        ),
+    }
+    for name, (run, units) in runs.items():
+        kernel = name.split(",")[0]
+        default = k.TILES[kernel]
+        programs = [None] if default.programs_per_multiprocessor is None else [2, 3, 4, 6, 8]
+        stages = [None] if default.stages is None else [1, 2, 3]
+        results = []
+        for columns, rows, program, stage in itertools.product([4, 8, 16, 32], [1, 2], programs, stages):
+            tile = replace(
+                default, columns_per_thread=columns, rows=rows, programs_per_multiprocessor=program, stages=stage
+            )
+            k.TILES[kernel] = tile
+            try:
+                milliseconds = _milliseconds(run)
+            except Exception as error:
+                print(f"{name} {tile}: {type(error).__name__}: {str(error)[:100]}", flush=True)
+                continue
+            results.append((milliseconds, str(tile)))
+        k.TILES[kernel] = default
+        milliseconds = _milliseconds(run)
+        print(f"{name}, {size}, N={n}, S={s}: now {milliseconds:.3f} ms, {units * unit / milliseconds / 1e9:.2f} TB/s")
+        for milliseconds, tile in sorted(results)[:4]:
+            print(f"    {milliseconds:.3f} ms, {units * unit / milliseconds / 1e9:.2f} TB/s {tile}", flush=True)
+    default, results = dict(k.QUERY_GRAD_TILE), []
+    for block_tokens, block_d, warps, stages in itertools.product([16, 32, 64], [64, 128], [4, 8], [2, 3, 4]):
+        k.QUERY_GRAD_TILE.update(BLOCK_TOKENS=block_tokens, BLOCK_D=block_d, num_warps=warps, num_stages=stages)
+        milliseconds = _milliseconds(runs["attn_res_phase_1_bwd"][0])
+        results.append((milliseconds, str(k.QUERY_GRAD_TILE)))
+    k.QUERY_GRAD_TILE.update(default)
+    print(f"phase 1 backward with other tiles of its query gradient, {size}, N={n}, S={s}")
+    for milliseconds, tile in sorted(results)[:4]:
+        print(f"    {milliseconds:.3f} ms {tile}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.attn_res", description=__doc__)
+    parser.add_argument("--size", nargs="+", choices=STACKS, default=list(STACKS))
+    parser.add_argument("--profile", action="store_true", help="also print where the time of a stack goes")
+    parser.add_argument("--sweep", action="store_true", help="also try other tiles for each kernel")
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results"), help="folder for the CSV file")
+    parser.add_argument("--name", default="attn_res", help="name of the CSV file")
+    arguments = parser.parse_args()
+
+    check_function()
+    release_memory()
+    print(*(f"{name} {value}" for name, value in environment().items()), sep=", ", flush=True)
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    measurements = []
+    for size in arguments.size:
+        for case in (stacks, single_site):
+            for m in case(size):
+                measurements.append(m)
+                print(
+                    f"{m.case:24} {m.size:5} {m.model:16} {m.milliseconds:9.3f} ms ({m.low:.3f} to {m.high:.3f})"
+                    f" {m.ratio:6.3f}x  peak +{m.peak_gib:.2f} GiB",
+                    flush=True,
+                )
+                write_results(arguments.output / f"{arguments.name}.csv", measurements)
+            release_memory()
+        if arguments.profile:
+            profile(size)
+        if arguments.sweep:
+            sweep(size, *((4, 8) if size == "2k" else (8, 12)))
+            release_memory()
+
+
+if __name__ == "__main__":
+    main()

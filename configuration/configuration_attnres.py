@@ -1,0 +1,125 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""Configuration of the dense decoder with Attention Residuals (arXiv 2603.15031)."""
+
+from typing import Literal
+
+from huggingface_hub.dataclasses import strict
+
+from .configuration_dense_decoder import DenseDecoderConfig
+
+
+@strict
+class AttnResConfig(DenseDecoderConfig):
+    r"""
+    Configuration of [`AttnResModel`]: every field of [`DenseDecoderConfig`], and the following.
+
+    A decoder layer has two sub-layers, its attention and its MLP. What a sub-layer reads is not the sum of all earlier
+    outputs but a mix of sources, weighted by a softmax over depth; one more mix stands before the final norm.
+
+    Args:
+        attnres_variant (`str`, *optional*, defaults to `"block"`):
+            What the sources are. `"block"` (section 4 of the paper): the embedding, the sum of the outputs of each
+            finished block of sub-layers, and the sum so far in the current block. `"full"` (section 3): the embedding
+            and every earlier sub-layer's output, which are blocks of one. `"cumulative"` (the AttnRes-3B weights
+            released with arXiv 2606.05014): the embedding, the whole residual stream as it was after each finished
+            block, and the stream as it is.
+        attnres_block_size (`int`, *optional*):
+            Number of **sub-layers** in a block; the last block may be shorter. `None` stands for 8 blocks (for 1 where
+            the variant is `"full"`) and is replaced by that number on construction.
+        attnres_recency_bias (`bool`, *optional*, defaults to `False`):
+            Whether each mix has a learned number that is added to the logit of its last source.
+        attnres_recency_bias_init (`float`, *optional*):
+            What this number starts at. `None` stands for 3.0 with the variant `"cumulative"`, as in its release, and
+            for 0.0 with the others.
+        attnres_scale (`str`, *optional*, defaults to `"mean"`):
+            `"mean"` is the paper's weighted average. `"sum"` multiplies it by the number of sources: with
+            pseudo-queries of zero, at which they start, the model then is the vanilla pre-norm decoder.
+        depth_impl (`str`, *optional*, defaults to `"auto"`):
+            Implementation of the mixing: `"triton"`, `"reference"` (pure PyTorch) or `"auto"`. See
+            [`~depthmix.kernels.attn_res`].
+        output_depth_weights (`bool`, *optional*, defaults to `False`):
+            Whether the model returns the weights of the mixing by default.
+
+    Raises:
+        `huggingface_hub.errors.StrictDataclassError`: for a value of the wrong type or out of range; the message names
+            the field, the value and the rule. (`ValueError` from the model, for one that was set later.)
+
+    ```python
+    >>> from depthmix import AttnResConfig
+
+    >>> AttnResConfig(num_hidden_layers=4, attnres_block_size=4).num_finished_sources
+    (0, 1, 1, 1, 1, 2, 2, 2, 2)
+    ```
+    """
+
+    model_type = "attnres"
+
+    attnres_variant: Literal["block", "full", "cumulative"] = "block"
+    attnres_block_size: int | None = None
+    attnres_recency_bias: bool = False
+    attnres_recency_bias_init: float | int | None = None
+    attnres_scale: Literal["mean", "sum"] = "mean"
+    depth_impl: Literal["auto", "triton", "reference"] = "auto"
+    output_depth_weights: bool = False
+
+    def __post_init__(self, **kwargs):
+        self.attnres_block_size = self._resolved_block_size
+        super().__post_init__(**kwargs)
+
+    @property
+    def _resolved_block_size(self) -> int:
+        if self.attnres_block_size is not None:
+            return self.attnres_block_size
+        if self.attnres_variant == "full":
+            return 1
+        if self.attnres_variant == "cumulative":
+            return 2 * -(-self.num_hidden_layers // 8)
+        return -(-2 * self.num_hidden_layers // 8)
+
+    def validate_depth_mixing(self):
+        """Part of the `@strict` validation, which runs on construction and before saving."""
+        size, variant = self._resolved_block_size, self.attnres_variant
+        if size < 1:
+            raise ValueError(
+                f"attnres_block_size={size}: must be a positive number of sub-layers, or None for 8 blocks."
+            )
+        if variant == "full" and size != 1:
+            raise ValueError(
+                f"attnres_block_size={size}: must be 1 or None with attnres_variant='full', where every sub-layer is "
+                "a source of its own."
+            )
+        if variant == "cumulative" and size % 2:
+            raise ValueError(
+                f"attnres_block_size={size}: must be even with attnres_variant='cumulative', whose blocks are "
+                "layers of two sub-layers."
+            )
+        if variant == "cumulative" and self.attnres_scale == "sum":
+            raise ValueError(
+                "attnres_scale='sum': must be 'mean' with attnres_variant='cumulative', whose sources are sums of all "
+                "that came before."
+            )
+
+    @property
+    def recency_bias_start(self) -> float:
+        """What the recency biases of a new model start at."""
+        if self.attnres_recency_bias_init is not None:
+            return float(self.attnres_recency_bias_init)
+        return 3.0 if self.attnres_variant == "cumulative" else 0.0
+
+    @property
+    def num_finished_sources(self) -> tuple[int, ...]:
+        """
+        For each sub-layer, and last for the mix before the final norm, how many sources there are besides the running
+        sum. Where the number is larger than it was one sub-layer before, a source was finished in between.
+        """
+        # fields may have changed since, without validation: `from_pretrained(path, attnres_block_size=...)` is late
+        self.validate_depth_mixing()
+        size = self._resolved_block_size
+        sites = range(2 * self.num_hidden_layers + 1)
+        if self.attnres_variant == "cumulative":
+            return tuple(1 + site // 2 // (size // 2) for site in sites)
+        # a block's first sub-layer still mixes the last block as the running sum that it was
+        return tuple(-(-site // size) for site in sites)
+
+
+__all__ = ["AttnResConfig"]

@@ -1,0 +1,49 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""Reading of sources' configurations that the targets share."""
+
+from copy import deepcopy
+from dataclasses import fields
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from .errors import ConversionError
+
+
+def read_stock(config_class: type[PreTrainedConfig], source: dict[str, Any]) -> PreTrainedConfig:
+    """A source's configuration as transformers reads it."""
+    return config_class.from_dict(deepcopy(source))
+
+
+def carried_fields(stock_config: PreTrainedConfig, config_class: type[PreTrainedConfig]) -> dict[str, Any]:
+    """The fields of a stock configuration that another class has too, absent ones with the stock defaults."""
+    shared = {field.name for field in fields(stock_config)} & {field.name for field in fields(config_class)}
+    return {key: value for key, value in stock_config.to_dict().items() if key in shared}
+
+
+def build_config(
+    config_class: type[PreTrainedConfig], model_class: type[PreTrainedModel], values: dict[str, Any]
+) -> PreTrainedConfig:
+    """The configuration of a converted model."""
+    config = config_class.from_dict(deepcopy(values))
+    config.architectures = [model_class.__name__]
+    return config
+
+
+def check_vanilla(source: dict[str, Any], stock_name: str) -> list[str]:
+    """
+    Warnings on a source that is taken for a stock model.
+
+    Raises:
+        [`ConversionError`]: if it is no causal language model.
+    """
+    causal_lm, base_model = f"{stock_name}ForCausalLM", f"{stock_name}Model"
+    architectures = source.get("architectures") or [causal_lm]
+    # stock transformers loads a base model's checkpoint as a causal language model too
+    if not {causal_lm, base_model} & set(architectures):
+        raise ConversionError(f"architectures is {architectures}. Only causal language models ({causal_lm}) convert.")
+    if source.get("auto_map"):
+        return [
+            f"The source names code of its own (auto_map). It was ignored: the model is taken for stock {stock_name}."
+        ]
+    return []

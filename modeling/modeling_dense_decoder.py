@@ -1,0 +1,193 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""
+The dense pre-norm decoder that Qwen3, Qwen2 and Llama share, without a way of connecting its layers: a family that
+builds on it brings the decoder layer and the base model's forward.
+"""
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import GenerationMixin
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3ForCausalLM,
+    Qwen3PreTrainedModel,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    eager_attention_forward,
+)
+
+from depthmix.configuration.configuration_dense_decoder import DenseDecoderConfig
+
+from .depth_modeling_common import (
+    HOST_CACHE_NAME,
+    AttentionProjections,
+    DepthCausalLMForward,
+    DepthSequenceClassificationForward,
+    accepts_both_cache_names,
+    cache_update_keywords,
+    refuse_pipeline_parallelism,
+)
+
+
+class DenseDecoderAttention(AttentionProjections, nn.Module):
+    """Grouped-query attention with rotary positions; biases, norms and their place are those of the configuration."""
+
+    def __init__(self, config: DenseDecoderConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = self.head_dim**-0.5
+        self.attention_dropout = config.attention_dropout
+        self.is_causal = True
+        is_sliding = config.layer_types[layer_idx] == "sliding_attention"
+        self.sliding_window = config.sliding_window if is_sliding else None
+        self.key_norm_position = config.key_norm_position if config.use_qk_norm else None
+        self.depth_impl = config.depth_impl
+
+        query_size = config.num_attention_heads * self.head_dim
+        key_size = config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, key_size, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, key_size, bias=config.attention_bias)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.attention_output_bias)
+        if config.use_qk_norm:
+            self.q_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+            self.k_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+
+    @accepts_both_cache_names
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None,
+        past_key_values: Cache | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns the output `[B, T, hidden]` and the attention weights (None if not asked for)."""
+        query, key, value = self.project(hidden_states, position_embeddings)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx, **cache_update_keywords(kwargs))
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        attn_output, attn_weights = attention(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            **kwargs,
+        )
+        return self.o_proj(attn_output.reshape(*hidden_states.shape[:-1], -1).contiguous()), attn_weights
+
+
+class DenseDecoderPreTrainedModel(Qwen3PreTrainedModel):
+    """What all models on this backbone share: what they support."""
+
+    config: DenseDecoderConfig
+    _pp_plan = None
+
+
+class DenseDecoderModel(DenseDecoderPreTrainedModel):
+    """The backbone of a base model; a family sets `layer_class` and writes the forward."""
+
+    layer_class: type[nn.Module]
+
+    def __init__(self, config: DenseDecoderConfig):
+        refuse_pipeline_parallelism(config)
+        super().__init__(config)
+        self.padding_idx = config.pad_token_id
+        self.vocab_size = config.vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.layers = nn.ModuleList(self.layer_class(config, i) for i in range(config.num_hidden_layers))
+        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = Qwen3RotaryEmbedding(config=config)
+        self.gradient_checkpointing = False
+        self.has_sliding_layers = "sliding_attention" in config.layer_types
+
+    def prepare(
+        self,
+        input_ids: torch.LongTensor | None,
+        attention_mask: torch.Tensor | dict[str, torch.Tensor] | None,
+        position_ids: torch.LongTensor | None,
+        past_key_values: Cache | None,
+        inputs_embeds: torch.Tensor | None,
+        use_cache: bool | None,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor | None], dict]:
+        """The embeddings `[B, T, hidden]`, the mask for each kind of attention, and what all layers get alike."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("Give exactly one of input_ids or inputs_embeds.")
+        hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        if position_ids is None:
+            start = 0 if past_key_values is None else past_key_values.get_seq_length()
+            position_ids = (torch.arange(hidden_states.shape[1], device=hidden_states.device) + start).unsqueeze(0)
+
+        masks = attention_mask
+        # `generate` may have made them already
+        if not isinstance(masks, dict):
+            mask_arguments = {
+                "config": self.config,
+                "inputs_embeds": hidden_states,
+                "attention_mask": attention_mask,
+                "position_ids": position_ids,
+                HOST_CACHE_NAME: past_key_values,
+            }
+            masks = {"full_attention": create_causal_mask(**mask_arguments)}
+            if self.has_sliding_layers:
+                masks["sliding_attention"] = create_sliding_window_causal_mask(**mask_arguments)
+        shared = {
+            "position_embeddings": self.rotary_emb(hidden_states, position_ids),
+            "position_ids": position_ids,
+            "use_cache": use_cache,
+            HOST_CACHE_NAME: past_key_values,
+        }
+        return hidden_states, masks, shared
+
+
+class DenseDecoderForCausalLM(DepthCausalLMForward, DenseDecoderPreTrainedModel, GenerationMixin):
+    """A base model on this backbone, which a family sets as `model_class`, with a language-model head."""
+
+    model_class: type[PreTrainedModel]
+    _tied_weights_keys = Qwen3ForCausalLM._tied_weights_keys
+    _tp_plan = Qwen3ForCausalLM._tp_plan
+    _fsdp_plan = Qwen3ForCausalLM._fsdp_plan
+
+    def __init__(self, config: DenseDecoderConfig):
+        super().__init__(config)
+        self.model = self.model_class(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+
+class DenseDecoderForSequenceClassification(
+    DepthSequenceClassificationForward, GenericForSequenceClassification, DenseDecoderPreTrainedModel
+):
+    """A base model, set as `model_class`, with a classification head on the last token that is not padding."""
+
+    model_class: type[PreTrainedModel]
+
+    def __init__(self, config: DenseDecoderConfig):
+        # the generic constructor would look the base model up in the Auto classes, where remote code is not registered
+        super(GenericForSequenceClassification, self).__init__(config)
+        self.num_labels = config.num_labels
+        self.model = self.model_class(config)
+        self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
+        self.post_init()
+
+
+__all__ = [
+    "DenseDecoderAttention",
+    "DenseDecoderForCausalLM",
+    "DenseDecoderForSequenceClassification",
+    "DenseDecoderModel",
+    "DenseDecoderPreTrainedModel",
+]

@@ -1,0 +1,91 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""Compiles the kernels of Attention Residuals for GPUs that are not there; prints, as JSON, what it has compiled."""
+
+import itertools
+import json
+from contextlib import nullcontext
+from unittest.mock import patch
+
+import torch
+from ahead_of_time import TARGETS, Recorder, compile_launch
+
+from depthmix.kernels import attn_res_triton
+
+
+# hidden size, sources, sites, dtype, bias and output norm, recomputed
+SHAPES = (
+    (2048, 4, 8, torch.bfloat16, False, False),
+    (2048, 3, 8, torch.bfloat16, True, True),
+    (4096, 8, 12, torch.bfloat16, False, False),
+    (1536, 2, 4, torch.float32, True, False),
+    (2304, 1, 3, torch.float16, False, True),
+    (7168, 4, 2, torch.bfloat16, True, False),
+    (100, 2, 2, torch.bfloat16, False, True),
+)
+
+
+class Recorders(Recorder):
+    """Keeps every launch of one kernel."""
+
+    def __init__(self, kernel, launches):
+        self.kernel, self.launches = kernel, launches
+
+    def __call__(self, *arguments, **constants):
+        self.launches.append((self.kernel, arguments, constants))
+
+
+def launches_of(hidden_size, sources, sites, dtype, extras, recomputed):
+    """`(kernel, arguments, constants)` of a forward and a backward of each operation."""
+    k, launches = attn_res_triton, []
+
+    def new(*shape, dtype=dtype):
+        return torch.empty(shape, dtype=dtype)
+
+    values = [new(256, hidden_size) for _ in range(sources)]
+    query, log_sum_exp = new(hidden_size), new(256, dtype=torch.float32)
+    one = (query, query, new(1) if extras else None, query if extras else None)
+    every = ([query] * sites, [query] * sites)
+    with (
+        patch.multiple(
+            k, **{name: Recorders(kernel, launches) for name, kernel in vars(k).items() if name.endswith("_kernel")}
+        ),
+        patch.object(k, "device_of", lambda tensor: nullcontext()),
+    ):
+        _, scalars = k.attn_res_forward(values, *one, 1e-6, 1, True)
+        k.attn_res_backward(values[0], values, *one, scalars, 1e-6, 1)
+        outputs = k.attn_res_phase_1_forward(values, *every, 1e-6, True)
+        k.attn_res_phase_1_backward(outputs[:sites], outputs[sites:-1], values, *every, outputs[-1])
+        phase_2 = (values[0], log_sum_exp, values[0], values[0], *one, [])
+        *_, scalars = k.attn_res_phase_2_forward(*phase_2, 1e-6, 1, True)
+        kept = (None, values) if recomputed else (values[0], [])
+        k.attn_res_phase_2_backward(values[0], values[0], *kept, values[0], *one, scalars, 1e-6, 1)
+    return launches
+
+
+def main() -> None:
+    compiled = []
+    for shape, (target, (gpu, limit)) in itertools.product(SHAPES, TARGETS.items()):
+        for kernel, arguments, constants in launches_of(*shape):
+            if gpu.backend == "hip" and "PRECISION" in constants:
+                constants = constants | {"PRECISION": "ieee"}
+            result = compile_launch(kernel, arguments, constants, gpu)
+            assembly = result.asm.get("ptx") or result.asm["amdgcn"]
+            compiled.append(
+                {
+                    "kernel": kernel.fn.__name__,
+                    "target": target,
+                    "shape": str(shape),
+                    "shared_memory": result.metadata.shared,
+                    "shared_memory_limit": limit,
+                    "wide": shape[0] % 256 == 0 and "parameter" not in kernel.fn.__name__,
+                    "wide_loads": any(
+                        load in assembly
+                        for load in ("ld.global.v", "cp.async.cg", "global_load_dwordx", "buffer_load_dwordx")
+                    ),
+                }
+            )
+    print(json.dumps(compiled))
+
+
+if __name__ == "__main__":
+    main()

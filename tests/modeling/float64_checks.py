@@ -1,0 +1,68 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""What the comparisons with plain models in float64 share."""
+
+import torch
+from hypothesis import strategies as st
+from plain_decoder import plain_frequencies
+from torch import nn
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+
+class ExactNorm(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.weight, self.eps = norm.weight, norm.variance_epsilon
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+class ExactRotary(nn.Module):
+    def __init__(self, fields):
+        super().__init__()
+        self.frequencies, self.factor = plain_frequencies(fields)
+
+    def forward(self, x, position_ids):
+        angles = (position_ids[..., None] * self.frequencies).repeat(1, 1, 2)
+        return angles.cos() * self.factor, angles.sin() * self.factor
+
+
+def exact(model, kept=()):
+    """
+    The model in float64 throughout: by themselves, transformers' norms and rotations stay in fp32. The norms of the
+    names in `kept` stay as they are.
+    """
+    model.double()
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, Qwen3RMSNorm) and name not in kept:
+                setattr(module, name, ExactNorm(child))
+    model.model.rotary_emb = ExactRotary(model.config.to_dict())
+    return model
+
+
+@st.composite
+def inputs(draw):
+    """Ids with nothing else, with padding on either side, with shifted positions, or with packed documents."""
+    batch, length = draw(st.integers(1, 2)), draw(st.integers(1, 7))
+    ids = torch.tensor(draw(st.lists(st.integers(0, 96), min_size=batch * length, max_size=batch * length)))
+    ids = ids.view(batch, length)
+    kind = draw(st.sampled_from(["bare", "left padding", "right padding", "positions", "packed"]))
+    if kind == "bare":
+        return ids, {}, {}
+    if kind == "positions":
+        given = {"position_ids": torch.arange(length).expand(batch, -1) + draw(st.integers(0, 300))}
+        return ids, given, given
+    if kind == "packed":
+        # transformers finds the documents where positions restart, without a cache or a mask, in a single row
+        ends = sorted(draw(st.sets(st.integers(1, length), max_size=2)) | {0, length})
+        lengths = [end - start for start, end in zip(ends, ends[1:], strict=False)]
+        given = {"position_ids": torch.cat([torch.arange(n) for n in lengths])[None]}
+        documents = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])[None]
+        return ids[:1], given | {"use_cache": False}, given | {"documents": documents}
+    real = torch.tensor([draw(st.integers(1, length)) for _ in range(batch)])
+    mask = (torch.arange(length) < real[:, None]).long()
+    if kind == "left padding":
+        mask = mask.flip(1)
+    given = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+    return ids, given, given
