@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM, StaticCache
 
-from depthmix import DepthQwen3Config, DepthQwen3ForCausalLM
+from depthmix import AttnResConfig, AttnResForCausalLM, DepthQwen3Config, DepthQwen3ForCausalLM
 
 from .harness import Measurement, measure, release_memory
 
@@ -23,7 +23,12 @@ MODELS = {
     "stock Qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
     "fused vanilla": (DepthQwen3ForCausalLM, DepthQwen3Config, {"depth_stride": 0}),
     "Depth-Attention": (DepthQwen3ForCausalLM, DepthQwen3Config, {}),
+    "AttnRes": (AttnResForCausalLM, AttnResConfig, {"attnres_variant": "block"}),
 }
+
+
+# those to be measured; the first of them is the yardstick
+SELECTED = list(MODELS)
 
 
 def build(model: str, size: str, **fields):
@@ -81,6 +86,7 @@ def compare(
     Measures `prepare(model)()` for each model, in turns while both are in memory; one after the other where they do
     not fit `together`.
     """
+    models = [model_name for model_name in models if model_name in SELECTED]
     yardstick = None
     for group in [models] if together else [[model_name] for model_name in models]:
         built = [build(model_name, size, num_hidden_layers=layers) for model_name in group]

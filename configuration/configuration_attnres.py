@@ -34,9 +34,6 @@ class AttnResConfig(DenseDecoderConfig):
         attnres_scale (`str`, *optional*, defaults to `"mean"`):
             `"mean"` is the paper's weighted average. `"sum"` multiplies it by the number of sources: with
             pseudo-queries of zero, at which they start, the model then is the vanilla pre-norm decoder.
-        depth_impl (`str`, *optional*, defaults to `"auto"`):
-            Implementation of the mixing: `"triton"`, `"reference"` (pure PyTorch) or `"auto"`. See
-            [`~depthmix.kernels.attn_res`].
         output_depth_weights (`bool`, *optional*, defaults to `False`):
             Whether the model returns the weights of the mixing by default.
 
@@ -59,7 +56,6 @@ class AttnResConfig(DenseDecoderConfig):
     attnres_recency_bias: bool = False
     attnres_recency_bias_init: float | int | None = None
     attnres_scale: Literal["mean", "sum"] = "mean"
-    depth_impl: Literal["auto", "triton", "reference"] = "auto"
     output_depth_weights: bool = False
 
     def __post_init__(self, **kwargs):

@@ -30,6 +30,9 @@ class DenseDecoderConfig(Qwen3Config):
             `attention_bias`, which is that of the other three projections, and is replaced by it on construction.
         mlp_bias (`bool`, *optional*, defaults to `False`):
             Whether the projections of the MLP have biases.
+        depth_impl (`str`, *optional*, defaults to `"auto"`):
+            Implementation of the operations of [`~depthmix.kernels`]: `"triton"`, `"reference"` (pure PyTorch) or
+            `"auto"`.
     """
 
     model_type = "dense_decoder"
@@ -40,6 +43,7 @@ class DenseDecoderConfig(Qwen3Config):
     key_norm_position: Literal["before_rope", "after_rope"] = "before_rope"
     attention_output_bias: bool | None = None
     mlp_bias: bool = False
+    depth_impl: Literal["auto", "triton", "reference"] = "auto"
 
     def __post_init__(self, **kwargs):
         # reading a vanilla checkpoint into a subclass must not leave its model type on the instance

@@ -41,7 +41,8 @@ def test_with_kernels(
     ids = token_ids(2, 7)
     expected = gradients(model, ids)
     enable_checkpointing(model, use_reentrant=use_reentrant)
-    assert_same_gradients(gradients(model, ids), expected, tolerance=0.0)
+    # where a recomputed layer mixes for itself, sums have another order
+    assert_same_gradients(gradients(model, ids), expected, tolerance=1e-5)
 
 
 @BOTH_MODES
