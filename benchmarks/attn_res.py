@@ -203,7 +203,7 @@ def _measured(case: str, size: str, steps: dict[str, Callable[[], object]], call
     for name, timing in timings.items():
         yield Measurement(
             *(case, size, name, timing.median / calls, min(timing.times) / calls, max(timing.times) / calls),
-            peak_gib=timing.peak_gib,
+            gib=timing.peak_gib,
             ratio=timing.median / yardstick,
         )
 
@@ -367,7 +367,7 @@ def main() -> None:
                 measurements.append(m)
                 print(
                     f"{m.case:24} {m.size:5} {m.model:16} {m.milliseconds:9.3f} ms ({m.low:.3f} to {m.high:.3f})"
-                    f" {m.ratio:6.3f}x  peak +{m.peak_gib:.2f} GiB",
+                    f" {m.ratio:6.3f}x  peak +{m.gib:.2f} GiB",
                     flush=True,
                 )
                 write_results(arguments.output / f"{arguments.name}.csv", measurements)

@@ -20,8 +20,9 @@ import depthmix
 class Measurement:
     """
     One number. `ratio` compares with the yardstick of the same case, which is measured in the same run; `low` and
-    `high` are the fastest and slowest repetition; `peak_gib` is what the step needs besides what is held between steps
-    (weights, optimizer state, the cache that decoding starts from).
+    `high` are the fastest and slowest repetition. `gib` is, for a model, the peak memory of a step besides what is
+    held between steps (weights, optimizer state, the cache that decoding starts from); for an operation, what it has
+    to read and write.
     """
 
     case: str
@@ -30,7 +31,7 @@ class Measurement:
     milliseconds: float
     low: float
     high: float
-    peak_gib: float
+    gib: float
     ratio: float = 1.0
 
 

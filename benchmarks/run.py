@@ -37,7 +37,7 @@ def main() -> None:
                     measurements.append(m)
                     print(
                         f"{m.case:42} {m.size:5} {m.model:16} {m.milliseconds:9.3f} ms ({m.low:.3f} to {m.high:.3f})"
-                        f" {m.ratio:6.3f}x  peak +{m.peak_gib:.2f} GiB",
+                        f" {m.ratio:6.3f}x  {m.gib:.2f} GiB",
                         flush=True,
                     )
                     # written after every number: a later case may not finish
