@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_layers import GenericForSequenceClassification
@@ -72,6 +73,17 @@ def cache_update_keywords(kwargs: dict) -> dict:
     return {"kwargs": kwargs} if HOST_CACHE_NAME == "cache" else {}
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling a module does more than its forward."""
+    return bool(
+        module._forward_pre_hooks
+        or module._forward_hooks
+        or module._backward_pre_hooks
+        or module._backward_hooks
+        or nn.modules.module._has_any_global_hook()
+    )
+
+
 def runs_plainly(norm: nn.Module) -> bool:
     """
     Whether calling this RMS norm is nothing but its class's forward with a local weight. If so a fused operation may
@@ -80,8 +92,9 @@ def runs_plainly(norm: nn.Module) -> bool:
     return (
         type(norm) is Qwen3RMSNorm
         and "forward" not in norm.__dict__
-        and not (norm._forward_pre_hooks or norm._forward_hooks or norm._backward_pre_hooks or norm._backward_hooks)
-        and type(norm.weight) in (nn.Parameter, torch.Tensor)
+        and not has_hooks(norm)
+        # fake ones stand for parameters when a model is exported
+        and type(norm.weight) in (nn.Parameter, torch.Tensor, FakeTensor)
     )
 
 
@@ -90,7 +103,13 @@ def apply_norm(norm: nn.Module, hidden_states: torch.Tensor, impl: str) -> torch
     The norm of hidden states `[B, T, hidden]`, as one kernel of torch's on a GPU, unless `impl` is `"reference"`. The
     module's own forward rounds twice there, takes six kernels and keeps fp32 copies of its input for the backward.
     """
-    if impl != "reference" and hidden_states.is_cuda and runs_plainly(norm):
+    if (
+        impl != "reference"
+        and hidden_states.is_cuda
+        and runs_plainly(norm)
+        # for a weight of another dtype torch has no such kernel, and returns a dtype that the module does not
+        and hidden_states.dtype is norm.weight.dtype
+    ):
         return nn.functional.rms_norm(hidden_states, norm.weight.shape, norm.weight, norm.variance_epsilon)
     return norm(hidden_states)
 

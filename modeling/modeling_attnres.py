@@ -27,7 +27,13 @@ from depthmix.configuration.configuration_attnres import AttnResConfig
 from depthmix.kernels.attn_res import attn_res, attn_res_phase_1, attn_res_phase_2, attn_res_weights
 from depthmix.kernels.depth_implementations import check_implementation
 
-from .depth_modeling_common import HOST_CACHE_NAME, DepthModelOutputWithPast, accepts_both_cache_names, runs_plainly
+from .depth_modeling_common import (
+    HOST_CACHE_NAME,
+    DepthModelOutputWithPast,
+    accepts_both_cache_names,
+    has_hooks,
+    runs_plainly,
+)
 from .modeling_dense_decoder import (
     DenseDecoderAttention,
     DenseDecoderForCausalLM,
@@ -113,6 +119,9 @@ class AttnResMixer(nn.Module):
             mixed = attn_res(
                 [partial], query, gain, bias=self.recency_bias, output_norm_weight=output_norm_weight, **options
             )
+            if output_norm_weight is None:
+                one = attn_res_weights([partial], query, gain, eps=self.eps, bias=self.recency_bias)
+                mixed = mixed * one.to(mixed.dtype)
         weights = None
         if output_depth_weights:
             weights = attn_res_weights([*sources, partial], query, gain, eps=self.eps, bias=self.recency_bias)
@@ -122,11 +131,13 @@ class AttnResMixer(nn.Module):
 def is_bare(module: nn.Module, module_class: type[nn.Module]) -> bool:
     """
     Whether reading a module's parameters is as good as calling it. It is not where something has wrapped it (adapters,
-    checkpointing), changed its class (FSDP2) or its forward (offloading), or partitioned its parameters.
+    checkpointing), changed its class (FSDP2) or its forward (offloading), or partitioned its parameters, or where a
+    hook sets them first (pruning) or changes what the module gets.
     """
     return (
         type(module) is module_class
         and "forward" not in module.__dict__
+        and not module._forward_pre_hooks
         and all(type(p) in (nn.Parameter, torch.Tensor) and p.numel() for p in module.parameters(recurse=False))
     )
 
@@ -136,6 +147,8 @@ def mix_for_all(
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
     """Phase 1 for several mixers in one read of the sources; nothing if one of the mixers has to be called for it."""
     if not all(is_bare(mixer, AttnResMixer) and is_bare(mixer.norm, AttnResKeyNorm) for mixer in mixers):
+        return ()
+    if any(has_hooks(mixer) or has_hooks(mixer.norm) for mixer in mixers):
         return ()
     outputs, log_sum_exps = attn_res_phase_1(
         sources,

@@ -181,6 +181,7 @@ class DepthQwen3Model(DepthQwen3PreTrainedModel, Qwen3Model):
         super(Qwen3Model, self).__init__(config)
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
+        self.depth_impl = config.depth_impl
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
         self.layers = nn.ModuleList(DepthQwen3DecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -257,7 +258,7 @@ class DepthQwen3Model(DepthQwen3PreTrainedModel, Qwen3Model):
                 hidden_states = outputs
 
         return DepthModelOutputWithPast(
-            last_hidden_state=apply_norm(self.norm, hidden_states, self.config.depth_impl),
+            last_hidden_state=apply_norm(self.norm, hidden_states, self.depth_impl),
             **{HOST_CACHE_NAME: past_key_values if use_cache else None},
         )
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .depth_implementations import device_of, operation_namespace, triton_obstacle
+from .depth_implementations import device_of, is_recorded, operation_namespace, triton_obstacle
 
 
 try:
@@ -1006,7 +1006,7 @@ def _launch(kernel: str, tensor: Tensor) -> tuple[int, dict[str, int], int]:
 
 def _is_plain(tensors: Sequence[Tensor]) -> bool:
     """Whether nothing watches or replaces these tensors, so that the dispatcher, which takes time, may be left out."""
-    return not torch.compiler.is_compiling() and all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
+    return not is_recorded() and all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
 
 
 def _tensors(inputs: Sequence) -> list[Tensor]:

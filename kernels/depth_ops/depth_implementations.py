@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 try:
@@ -51,6 +52,11 @@ def triton_obstacle(tensors: Iterable[Tensor]) -> str | None:
     """Why kernels cannot work on these tensors, as the end of a sentence about the kernel; None if they can."""
     if triton is None:
         return "needs the package triton, which is not installed"
+    if not torch.compiler.is_compiling():
+        if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+            return "does not work under transforms of torch.func or forward-mode differentiation"
+        if wrappers := [tensor for tensor in tensors if is_traceable_wrapper_subclass(tensor)]:
+            return f"works on plain tensors, not on {type(wrappers[0]).__name__}"
     devices, dtypes = {tensor.device for tensor in tensors}, {tensor.dtype for tensor in tensors}
     if len(devices) > 1:
         return f"needs all tensors on one device, not on {', '.join(sorted(map(str, devices)))}"
@@ -68,6 +74,11 @@ def operation_namespace(module_name: str) -> str:
     loads two copies of it, and the later one would take a common name from the earlier.
     """
     return re.sub(r"\W", "_", module_name)
+
+
+def is_recorded() -> bool:
+    """Whether something looks at the operations that run, which would not see a kernel launched outside of one."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def device_of(tensor: Tensor) -> contextlib.AbstractContextManager:

@@ -3,8 +3,9 @@
 Triton kernels of `norm_rotary_mix` and of `depth_value_mix`, which is the same without norms and rotation.
 
 A program works on rows, one for each token and key-value head, and holds each row in two halves, which the rotation
-combines. A tensor `[B, H, T, D]` is handed to a kernel as the tuple of its pointer and its four strides, an absent one
-as None; a result, which is fresh memory in the order `[B, T, H, D]`, as its pointer. Sources stay separate tensors.
+combines. A tensor, `[B, H, T, D]` or `[D]`, is handed to a kernel as the tuple of its pointer and its strides, an
+absent one as None; a result, which is fresh memory in the order `[B, T, H, D]`, as its pointer. Sources stay separate
+tensors.
 
 Legend: B batch, H query heads, K key-value heads, G = H / K, T tokens, D head dim, N sources; in the kernels R rows of
 a program, C columns of a half.
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .depth_implementations import device_of, operation_namespace, triton_obstacle
+from .depth_implementations import device_of, is_recorded, operation_namespace, triton_obstacle
 
 
 try:
@@ -50,7 +51,8 @@ if triton is not None:
             low_mask = mask & (column_C < SPLIT)[None, :]
         if HEAD_DIM - SPLIT < BLOCK_HALF:
             high_mask = mask & (column_C < HEAD_DIM - SPLIT)[None, :]
-        return low, low_mask, low + SPLIT * column_stride, high_mask
+        # the product may need 64 bits where the stride does not
+        return low, low_mask, low + tl.full([], SPLIT, tl.int64) * column_stride, high_mask
 
     @triton.jit
     def _load(tensor, head_R, place, HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr):
@@ -75,8 +77,8 @@ if triton is not None:
         return _float(_load(tensor, head_R, place, HEAD_DIM, BLOCK_HALF))
 
     @triton.jit
-    def _load_vector(pointer, HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr):
-        low, low_mask, high, high_mask = _halves(pointer, True, 1, HEAD_DIM, BLOCK_HALF)
+    def _load_vector(tensor, HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr):
+        low, low_mask, high, high_mask = _halves(tensor[0], True, tensor[1], HEAD_DIM, BLOCK_HALF)
         return _float((tl.load(low, mask=low_mask, other=0.0), tl.load(high, mask=high_mask, other=0.0)))
 
     @triton.jit
@@ -449,8 +451,8 @@ def norm_rotary_mix_forward(
                 _argument(keys[-1]),
                 _argument(values[-1] if values else None),
                 *_source_arguments(keys[:-1], values[:-1]),
-                query_norm,
-                key_norm,
+                _argument(query_norm),
+                _argument(key_norm),
                 _table_argument(cos),
                 _table_argument(sin),
                 *finished,
@@ -496,8 +498,8 @@ def norm_rotary_mix_backward(
                 _argument(keys[-1]),
                 _argument(values[-1] if values else None),
                 *_source_arguments(keys[:-1], values[:-1]),
-                query_norm,
-                key_norm,
+                _argument(query_norm),
+                _argument(key_norm),
                 _table_argument(cos),
                 _table_argument(sin),
                 query_grad,
@@ -635,6 +637,6 @@ norm_rotary_mix_op.register_autograd(_backward, setup_context=_save_for_backward
 
 def run_norm_rotary_mix(query: Tensor, *arguments) -> list[Tensor]:
     """The operation; outside of training and tracing the kernel itself, since dispatch costs more than it computes."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or type(query) is not Tensor:
+    if torch.is_grad_enabled() or is_recorded() or type(query) is not Tensor:
         return norm_rotary_mix_op(query, *arguments)
     return norm_rotary_mix_forward(query, *arguments)

@@ -75,7 +75,7 @@ def test_two_processes(family, build_awake, tmp_path, run_two_processes):
             assert results[f"native_fsdp {name}"] == {"saved": exact, "gradients": gradients, "held": 0.5}
 
             if INTERPRETED:
-                assert max(results[f"kernels {name}"].values()) < 1e-5
+                assert max(results[f"kernels {name}"].values()) < 1e-4
 
             assert "pp_size=2: pipeline parallelism is not supported" in results[f"pipeline {name}"]
         assert [message for message in results["warnings"] if "view" in message] == []

@@ -28,7 +28,7 @@ NORM_ROTARY_MIX = (
     (64, 32, 8, 2, torch.bfloat16, True, True),
     (128, 16, 8, 1, torch.float16, True, False),
     (80, 6, 2, 4, torch.float32, True, True),
-    (64, 8, 8, 47, torch.bfloat16, True, True),
+    (64, 8, 8, 15, torch.bfloat16, True, True),
     (64, 32, 8, 2, torch.bfloat16, False, True),
     (256, 4, 4, 1, torch.float32, False, True),
 )

@@ -14,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from depthmix.kernels import attn_res, attn_res_phase_1, attn_res_phase_2, attn_res_triton, attn_res_weights
 
@@ -476,6 +477,21 @@ def test_compiles_with_a_dynamic_number_of_tokens():
         block = Block((tokens, 48), sites=2)
         assert_close_to(block.run("triton", mix=compiled), block.run("triton"), 1e-6)
     assert len([graph for graph in graphs.graphs if len(graph.graph.nodes)]) == 1
+
+
+@needs_triton
+def test_operations_are_recorded():
+    """By whatever watches the operations that run; a kernel that is launched outside of one goes unseen."""
+    block, names = Block(sites=2), list(Block(sites=2).tensors)
+
+    def gradients(*tensors):
+        outputs = block.two_phases(dict(zip(names, tensors, strict=True)), "triton")
+        return torch.autograd.grad([output.square().sum() for output in outputs], tensors)
+
+    recorded = make_fx(gradients)(*block.tensors.values())
+    others = [(2 * tensor.detach()).requires_grad_() for tensor in block.tensors.values()]
+    for ours, expected in zip(recorded(*others), gradients(*others), strict=True):
+        assert torch.equal(ours, expected)
 
 
 class TestErrors:

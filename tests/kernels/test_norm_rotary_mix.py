@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.two_tensor import TwoTensor
 
 from depthmix.kernels import depth_value_mix, norm_rotary_mix, norm_rotary_mix_triton
 
@@ -211,7 +214,7 @@ class TestKernel:
 
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize(
-        "shape", [shape for shape in SHAPES if shape[-1]] + [(2, 2, 2, 3, 7, 2), (1, 1, 1, 2, 1, 1)]
+        "shape", [(2, 2, 4, 9, 64, 2), (1, 3, 3, 5, 20, 4), (2, 2, 2, 3, 7, 2), (1, 1, 1, 2, 1, 1)]
     )
     def test_mixing_alone(self, shape, dtype):
         """Which is `depth_value_mix`; here the head dim may be odd."""
@@ -235,7 +238,7 @@ class TestKernel:
         layer = Layer(1, 2, 2, 5, 16, 1)
         check(layer, tensors={n: t for n, t in layer.tensors.items() if n != norm})
 
-    @pytest.mark.parametrize("sources", [5, 23])
+    @pytest.mark.parametrize("sources", [5, 9])
     def test_many_sources(self, sources):
         layer = Layer(2, 1, 2, 2, 8, sources)
         check(layer)
@@ -265,6 +268,19 @@ class TestKernel:
         check(layer, tensors=tensors)
         grads = [layout(draw(tensors[n].shape, seed=300)) for n in ("query", "key", "value")]
         check(layer, grads=grads)
+
+    @pytest.mark.parametrize(
+        "layout",
+        [
+            lambda x: torch.stack([x, x.neg()], -1)[..., 0],
+            lambda x: x[:1].expand_as(x),
+            lambda x: torch.cat([x, x])[1:9],
+        ],
+        ids=["every_second", "one_channel", "offset"],
+    )
+    def test_layouts_of_the_weights(self, layout):
+        layer = Layer(1, 2, 2, 5, 8, 1)
+        check(layer, tensors={n: layout(t) if t.ndim == 1 else t for n, t in layer.tensors.items()})
 
     @pytest.mark.parametrize("unused", [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2)])
     def test_unused_results(self, unused):
@@ -296,22 +312,23 @@ class TestKernel:
         assert results["query"].shape == (batch, 4, tokens, 16)
         assert (results["gradient of query_norm_weight"] == 0).all()
 
-    def test_addresses_beyond_32_bits(self, monkeypatch):
-        layer = Layer(1, 1, 2, 2, 16, 1, dtype=torch.bfloat16)
+    @pytest.mark.parametrize(
+        ("head_dim", "strides"), [(16, (1, 1, 2**31, 1)), (3, (1, 1, 1, 2**30))], ids=["tokens", "channels"]
+    )
+    def test_addresses_beyond_32_bits(self, head_dim, strides, monkeypatch):
+        layer = Layer(1, 1, 2, 2, head_dim, 1, dtype=torch.bfloat16, rotary=False)
         expected = layer.run("triton")
         with monkeypatch.context() as patch:
             # only what is written takes memory on a CPU
             patch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
-            far = torch.empty(2**31 + 16, dtype=torch.bfloat16, device=DEVICE).as_strided(
-                (1, 1, 2, 16), (1, 1, 2**31, 1)
-            )
+            far = torch.empty(2**31 + 16, dtype=torch.bfloat16, device=DEVICE).as_strided((1, 1, 2, head_dim), strides)
         for name in ("key", "value", "key_0", "value_0"):
             far.copy_(layer.tensors[name])
             actual = layer.run("triton", tensors=layer.tensors | {name: far})
             assert all(torch.equal(actual[n], expected[n]) for n in expected), name
 
     def test_repeats_are_equal_bit_for_bit(self):
-        layer = Layer(2, 2, 4, 33, 64, 2, dtype=torch.bfloat16)
+        layer = Layer(2, 2, 2, 9, 32, 2, dtype=torch.bfloat16)
         first, second = layer.run("triton"), layer.run("triton")
         assert all(torch.equal(first[name], second[name]) for name in first)
 
@@ -341,8 +358,7 @@ class TestKernel:
         )
         assert all(torch.equal(x, expected[n]) for x, n in zip(actual, names[:3], strict=True))
 
-    @pytest.mark.parametrize("sources", [0, 2])
-    @pytest.mark.parametrize("parts", [{}, {"norms": False, "rotary": False}])
+    @pytest.mark.parametrize(("parts", "sources"), [({}, 0), ({}, 2), ({"norms": False, "rotary": False}, 2)])
     def test_opcheck(self, parts, sources):
         layer = Layer(1, 2, 2, 3, 8, sources, **parts)
         tensors = {n: t.requires_grad_() for n, t in layer.tensors.items()}
@@ -351,10 +367,21 @@ class TestKernel:
         )
         constants = [tensors.get(n) for n in ("query_norm_weight", "key_norm_weight")]
         tables = [layer.tables.get(n) for n in ("cos", "sin")]
-        if not (sources or layer.tables):
-            pytest.skip("nothing to do")
         arguments = (tensors["query"], keys, values if sources else [], *constants, *tables, 0.3, 1e-6, True)
         torch.library.opcheck(norm_rotary_mix_triton.norm_rotary_mix_op, arguments)
+
+    @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning:torch.jit")
+    @torch.no_grad()
+    def test_what_records_operations_sees_it(self):
+        query, *rest = Layer(1, 2, 2, 3, 8, 1).tensors.values()
+
+        def call(query):
+            return depth_value_mix(query, rest[:4:2], rest[1:4:2], impl="triton")
+
+        traced = torch.jit.trace(call, query)
+        recorded = make_fx(call)(query)
+        for function in (traced, recorded):
+            assert torch.equal(function(query + 1), call(query + 1))
 
     def test_whole_graph_with_a_dynamic_number_of_tokens(self):
         graphs, counts = CompileCounterWithBackend("aot_eager"), set()
@@ -397,6 +424,32 @@ class TestErrors:
         layer = Layer(1, 1, 2, 3, 8, 1, rotary=False)
         with pytest.raises(RuntimeError, match=f"impl='triton': the kernel of norm_rotary_mix .*{reason}"):
             layer.run("triton", tensors=change(layer.tensors))
+
+    @pytest.mark.triton
+    @pytest.mark.parametrize("impl", ["triton", "auto"])
+    def test_transforms(self, impl):
+        """Which work with the reference only."""
+        query, key, value, source_key, source_value, *_ = Layer(1, 1, 2, 3, 8, 1).tensors.values()
+
+        def call(query, impl=impl):
+            return depth_value_mix(query, [source_key, key], [source_value, value], impl=impl)
+
+        def tangent(call):
+            with forward_ad.dual_level():
+                return forward_ad.unpack_dual(call(forward_ad.make_dual(query, query))).tangent
+
+        cases = (
+            (lambda call: torch.vmap(call)(query[None]), "torch.func"),
+            (lambda call: torch.func.grad(lambda query: call(query).sum())(query), "torch.func"),
+            (tangent, "forward-mode"),
+            (lambda call: call(TwoTensor(query, query)).a, "plain tensors, not on TwoTensor"),
+        )
+        for case, reason in cases:
+            if impl == "triton":
+                with pytest.raises(RuntimeError, match=f"impl='triton': the kernel of depth_value_mix .*{reason}"):
+                    case(call)
+            else:
+                torch.testing.assert_close(case(call), case(lambda query: call(query, impl="reference")))
 
     def test_tables_with_gradients(self):
         layer = Layer(1, 1, 2, 3, 8, 1)

@@ -11,6 +11,7 @@ import torch
 from causal_lm_checks import HOST_CACHE_NAME, CausalLMChecks, assert_close, new_cache
 from plain_attnres import plain_sources
 from torch import nn
+from torch.nn.utils import prune
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from depthmix import AttnResConfig, AttnResForCausalLM, AttnResForSequenceClassification
@@ -290,9 +291,59 @@ class TestPhases:
         assert torch.equal(model(ids).logits, expected)
         assert len(seen) == len(norms) == 13
 
-    def test_sums_stay_wide_under_autocast(self, build, token_ids):
+    @VARIANTS
+    def test_key_norms_with_hooks_are_called(self, build, token_ids, fields):
+        """What a hook gives is used in both phases."""
+        model, ids = build(**fields), token_ids(2, 7)
+        plain = model(ids).logits
+        norm = model.model.layers[2].mlp_mixer.norm
+        with norm.register_forward_hook(lambda _, __, gain: 2 * gain):
+            hooked = model(ids).logits
+        with torch.no_grad():
+            norm.weight.mul_(2)
+        assert torch.equal(hooked, model(ids).logits)
+        assert (hooked - plain).abs().max() > 1e-3
+
+    def test_hooks_may_set_parameters(self, build, token_ids):
+        """As those of pruning do, before each call of a mixer."""
+        model, ids = build(**DEEP).train(), token_ids(2, 7)
+        mixer = model.model.layers[3].mlp_mixer
+        prune.l1_unstructured(mixer, "pseudo_query", amount=0.5)
+        with torch.no_grad():
+            mixer.pseudo_query_orig.mul_(3)
+        losses = [model(ids, labels=ids).loss for _ in range(2)]
+        assert torch.equal(*losses)
+        for loss in losses:
+            loss.backward()
+        assert mixer.pseudo_query_orig.grad.abs().max() > 0
+
+    @pytest.mark.parametrize("layer", range(1, 4))
+    @VARIANTS
+    def test_hooks_may_change_what_a_layer_gets(self, build, token_ids, fields, layer):
+        """The same with gradients, where the model mixes for a block, and without, where the layer does."""
+        model, ids = build(**fields), token_ids(2, 7)
+        plain = model(ids).logits
+        model.model.layers[layer].register_forward_pre_hook(lambda _, args: (args[0] + 1, *args[1:]))
+        changed = model(ids).logits
+        with torch.no_grad():
+            assert torch.equal(model(ids).logits, changed)
+        assert (changed - plain).abs().max() > 1e-3
+
+    def test_idle_mixer_has_a_gradient_without_a_fused_norm_too(self, build, token_ids):
+        """DDP waits for a gradient of every parameter."""
+        model, ids = build(**DEEP, attnres_recency_bias=True), token_ids(2, 7)
+        expected = model(ids).logits
+        model.model.layers[0].input_layernorm.register_forward_hook(lambda *_: None)
+        outputs = model(ids, labels=ids)
+        assert torch.equal(outputs.logits, expected)
+        outputs.loss.backward()
+        for name, parameter in model.model.layers[0].attn_mixer.named_parameters():
+            assert parameter.grad.abs().max() == 0, name
+
+    @VARIANTS
+    def test_sums_stay_wide_under_autocast(self, build, token_ids, fields):
         """As in a vanilla model, whose residual stream is fp32 then."""
-        model, seen = build(**DEEP), []
+        model, seen = build(**fields), []
         for layer in model.model.layers:
             layer.register_forward_pre_hook(lambda _, args: seen.extend(args))
         with torch.autocast("cpu", torch.bfloat16), torch.no_grad():

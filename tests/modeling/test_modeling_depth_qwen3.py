@@ -9,8 +9,10 @@ import pytest
 import torch
 from causal_lm_checks import HOST_CACHE_NAME, CausalLMChecks, assert_close, new_cache, next_token_loss
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import AutoModel, DynamicCache, Qwen3Config, Qwen3ForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from depthmix import DepthQwen3Config, DepthQwen3ForCausalLM, DepthQwen3ForSequenceClassification
 from depthmix.kernels import depth_implementations
@@ -442,6 +444,15 @@ class TestImplementations:
 
     @pytest.mark.interpreter
     @torch.no_grad()
+    def test_exported_with_kernels(self, build, token_ids):
+        model, ids = build(depth_impl="triton", num_hidden_layers=2), token_ids(2, 7)
+        program = torch.export.export(model, (), {"input_ids": ids, "use_cache": False})
+        calls = [node for node in program.graph.nodes if "norm_rotary_mix" in str(node.target)]
+        assert len(calls) == model.config.num_hidden_layers
+        assert_close(program.module()(input_ids=ids, use_cache=False).logits, model(ids).logits)
+
+    @pytest.mark.interpreter
+    @torch.no_grad()
     @pytest.mark.parametrize("norm", ["q_norm", "k_norm"])
     @pytest.mark.parametrize(
         "change",
@@ -459,6 +470,18 @@ class TestImplementations:
             plain = model(ids).logits
             change(getattr(model.model.layers[1].self_attn, norm))
             results.append(model(ids).logits)
+            assert (results[-1] - plain).abs().max() > 1e-2
+        assert_close(*results)
+
+    @pytest.mark.interpreter
+    @torch.no_grad()
+    def test_hooks_on_all_modules_are_called(self, build, token_ids):
+        ids, results = token_ids(2, 7), []
+        for impl in ("reference", "triton"):
+            model = build(depth_impl=impl)
+            plain = model(ids).logits
+            with register_module_forward_hook(lambda m, _, out: 2 * out if isinstance(m, Qwen3RMSNorm) else None):
+                results.append(model(ids).logits)
             assert (results[-1] - plain).abs().max() > 1e-2
         assert_close(*results)
 
