@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
@@ -162,6 +163,50 @@ class AttentionProjections:
                 query, [*source_keys, key], [*source_values, value], scaling=self.scaling, impl=self.depth_impl
             )
         return query, key, value
+
+
+class DecoderInputs:
+    """What a decoder makes of the arguments of its forward before its first layer."""
+
+    def prepare(
+        self,
+        input_ids: torch.LongTensor | None,
+        attention_mask: torch.Tensor | dict[str, torch.Tensor] | None,
+        position_ids: torch.LongTensor | None,
+        past_key_values: Cache | None,
+        inputs_embeds: torch.Tensor | None,
+        use_cache: bool | None,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor | None], dict]:
+        """The embeddings `[B, T, hidden]`, the mask for each kind of attention, and what all layers get alike."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("Give exactly one of input_ids or inputs_embeds.")
+        hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        if position_ids is None:
+            start = 0 if past_key_values is None else past_key_values.get_seq_length()
+            position_ids = (torch.arange(hidden_states.shape[1], device=hidden_states.device) + start).unsqueeze(0)
+
+        masks = attention_mask
+        # `generate` may have made them already
+        if not isinstance(masks, dict):
+            mask_arguments = {
+                "config": self.config,
+                "inputs_embeds": hidden_states,
+                "attention_mask": attention_mask,
+                "position_ids": position_ids,
+                HOST_CACHE_NAME: past_key_values,
+            }
+            masks = {"full_attention": create_causal_mask(**mask_arguments)}
+            if self.has_sliding_layers:
+                masks["sliding_attention"] = create_sliding_window_causal_mask(**mask_arguments)
+        shared = {
+            "position_embeddings": self.rotary_emb(hidden_states, position_ids),
+            "position_ids": position_ids,
+            "use_cache": use_cache,
+            HOST_CACHE_NAME: past_key_values,
+        }
+        return hidden_states, masks, shared
 
 
 def refuse_pipeline_parallelism(config: PreTrainedConfig) -> None:

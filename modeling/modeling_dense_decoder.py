@@ -6,9 +6,8 @@ builds on it brings the decoder layer and the base model's forward.
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import (
@@ -22,8 +21,8 @@ from transformers.models.qwen3.modeling_qwen3 import (
 from depthmix.configuration.configuration_dense_decoder import DenseDecoderConfig
 
 from .depth_modeling_common import (
-    HOST_CACHE_NAME,
     AttentionProjections,
+    DecoderInputs,
     DepthCausalLMForward,
     DepthSequenceClassificationForward,
     accepts_both_cache_names,
@@ -94,7 +93,7 @@ class DenseDecoderPreTrainedModel(Qwen3PreTrainedModel):
     _pp_plan = None
 
 
-class DenseDecoderModel(DenseDecoderPreTrainedModel):
+class DenseDecoderModel(DecoderInputs, DenseDecoderPreTrainedModel):
     """The backbone of a base model; a family sets `layer_class` and writes the forward."""
 
     layer_class: type[nn.Module]
@@ -110,46 +109,6 @@ class DenseDecoderModel(DenseDecoderPreTrainedModel):
         self.rotary_emb = Qwen3RotaryEmbedding(config=config)
         self.gradient_checkpointing = False
         self.has_sliding_layers = "sliding_attention" in config.layer_types
-
-    def prepare(
-        self,
-        input_ids: torch.LongTensor | None,
-        attention_mask: torch.Tensor | dict[str, torch.Tensor] | None,
-        position_ids: torch.LongTensor | None,
-        past_key_values: Cache | None,
-        inputs_embeds: torch.Tensor | None,
-        use_cache: bool | None,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor | None], dict]:
-        """The embeddings `[B, T, hidden]`, the mask for each kind of attention, and what all layers get alike."""
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("Give exactly one of input_ids or inputs_embeds.")
-        hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
-        if position_ids is None:
-            start = 0 if past_key_values is None else past_key_values.get_seq_length()
-            position_ids = (torch.arange(hidden_states.shape[1], device=hidden_states.device) + start).unsqueeze(0)
-
-        masks = attention_mask
-        # `generate` may have made them already
-        if not isinstance(masks, dict):
-            mask_arguments = {
-                "config": self.config,
-                "inputs_embeds": hidden_states,
-                "attention_mask": attention_mask,
-                "position_ids": position_ids,
-                HOST_CACHE_NAME: past_key_values,
-            }
-            masks = {"full_attention": create_causal_mask(**mask_arguments)}
-            if self.has_sliding_layers:
-                masks["sliding_attention"] = create_sliding_window_causal_mask(**mask_arguments)
-        shared = {
-            "position_embeddings": self.rotary_emb(hidden_states, position_ids),
-            "position_ids": position_ids,
-            "use_cache": use_cache,
-            HOST_CACHE_NAME: past_key_values,
-        }
-        return hidden_states, masks, shared
 
 
 class DenseDecoderForCausalLM(DepthCausalLMForward, DenseDecoderPreTrainedModel, GenerationMixin):

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache, DynamicCache
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.cache_utils import Cache
 from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import (
@@ -39,6 +38,7 @@ from depthmix.kernels.depth_value_mix import depth_value_weights
 from .depth_modeling_common import (
     HOST_CACHE_NAME,
     AttentionProjections,
+    DecoderInputs,
     DepthCausalLMForward,
     DepthModelOutputWithPast,
     DepthSequenceClassificationForward,
@@ -168,7 +168,7 @@ class DepthQwen3PreTrainedModel(Qwen3PreTrainedModel):
     }
 
 
-class DepthQwen3Model(DepthQwen3PreTrainedModel, Qwen3Model):
+class DepthQwen3Model(DecoderInputs, DepthQwen3PreTrainedModel, Qwen3Model):
     """
     The decoder without a head. Its forward takes what [`~transformers.Qwen3Model`] takes, the cache under either of
     its names, and `output_depth_weights`, and returns a [`DepthModelOutputWithPast`].
@@ -206,29 +206,9 @@ class DepthQwen3Model(DepthQwen3PreTrainedModel, Qwen3Model):
         use_cache: bool | None = None,
         **kwargs,
     ) -> DepthModelOutputWithPast:
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("Give exactly one of input_ids or inputs_embeds.")
-        hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
-        if position_ids is None:
-            start = 0 if past_key_values is None else past_key_values.get_seq_length()
-            position_ids = (torch.arange(hidden_states.shape[1], device=hidden_states.device) + start).unsqueeze(0)
-
-        masks = attention_mask
-        # `generate` may have made them already
-        if not isinstance(masks, dict):
-            mask_arguments = {
-                "config": self.config,
-                "inputs_embeds": hidden_states,
-                "attention_mask": attention_mask,
-                "position_ids": position_ids,
-                HOST_CACHE_NAME: past_key_values,
-            }
-            masks = {"full_attention": create_causal_mask(**mask_arguments)}
-            if self.has_sliding_layers:
-                masks["sliding_attention"] = create_sliding_window_causal_mask(**mask_arguments)
-        position_embeddings = self.rotary_emb(hidden_states, position_ids)
+        hidden_states, masks, shared = self.prepare(
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache
+        )
         kwargs.setdefault("output_depth_weights", self.config.output_depth_weights)
 
         keys_and_values: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -237,10 +217,7 @@ class DepthQwen3Model(DepthQwen3PreTrainedModel, Qwen3Model):
                 hidden_states,
                 *(tensor for source in self.depth_sources[i] for tensor in keys_and_values[source]),
                 attention_mask=masks[self.config.layer_types[i]],
-                position_embeddings=position_embeddings,
-                position_ids=position_ids,
-                use_cache=use_cache,
-                **{HOST_CACHE_NAME: past_key_values},
+                **shared,
                 **kwargs,
             )
             for source in self.depth_sources[i]:
@@ -259,7 +236,7 @@ class DepthQwen3Model(DepthQwen3PreTrainedModel, Qwen3Model):
 
         return DepthModelOutputWithPast(
             last_hidden_state=apply_norm(self.norm, hidden_states, self.depth_impl),
-            **{HOST_CACHE_NAME: past_key_values if use_cache else None},
+            **{HOST_CACHE_NAME: shared[HOST_CACHE_NAME] if use_cache else None},
         )
 
 
