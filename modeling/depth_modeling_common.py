@@ -135,7 +135,11 @@ class AttentionProjections:
         value = self.v_proj(hidden_states).view(head_shape).transpose(1, 2)
         norms = () if self.key_norm_position is None else (self.q_norm, self.k_norm)
         # hooks and replacements of a norm must be called
-        if self.depth_impl != "reference" and all(map(runs_plainly, norms)):
+        if (
+            self.depth_impl != "reference"
+            and all(map(runs_plainly, norms))
+            and len({norm.variance_epsilon for norm in norms}) < 2
+        ):
             weights = {f"{name}_norm_weight": norm.weight for name, norm in zip(("query", "key"), norms, strict=False)}
             options = {"eps": norms[0].variance_epsilon, "key_norm_position": self.key_norm_position} if norms else {}
             if use_triton(self.depth_impl, "norm_rotary_mix", triton_obstacle((query, key, value))):

@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from .depth_implementations import use_triton
@@ -76,7 +77,7 @@ def norm_rotary_mix(
     scaling = default_scaling(query, scaling)
     constants = (query_norm_weight, key_norm_weight, cos, sin)
     obstacle = norm_rotary_mix_obstacle(query, keys, values, *constants)
-    if obstacle is None and cos is not None and (cos.requires_grad or sin.requires_grad):
+    if torch.is_grad_enabled() and cos is not None and (cos.requires_grad or sin.requires_grad):
         obstacle = "gives cos and sin no gradient"
     if use_triton(impl, "norm_rotary_mix", obstacle):
         outputs = run_norm_rotary_mix(

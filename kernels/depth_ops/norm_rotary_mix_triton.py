@@ -416,6 +416,8 @@ def norm_rotary_mix_obstacle(query: Tensor, keys: Sequence[Tensor], values: Sequ
     """Why the kernels cannot work on these tensors, as the end of a sentence about the kernel; None if they can."""
     if query.shape[-1] > MAX_HEAD_DIM:
         return f"supports head dims up to {MAX_HEAD_DIM}, not {query.shape[-1]}"
+    if query.shape[2] * keys[-1].shape[1] >= 2**31:
+        return "supports fewer than 2**31 rows (tokens times key-value heads) in a batch entry"
     sources = len(keys) - 1
     if sources > MANY_SOURCES[-1]:
         return f"supports up to {MANY_SOURCES[-1]} sources, not {sources}"

@@ -126,7 +126,7 @@ def assert_as_exact(actual, plain, exact):
             continue
         assert actual[name].dtype == plain[name].dtype and actual[name].shape == plain[name].shape, name
         # the interpreter rounds to bf16 towards zero
-        factor = 2.5 if actual[name].dtype is torch.bfloat16 and DEVICE == "cpu" else 1.5
+        factor = 3 if actual[name].dtype is torch.bfloat16 and DEVICE == "cpu" else 1.5
         assert error(actual[name], exact[name]) <= factor * error(plain[name], exact[name]) + accumulation, name
 
 
@@ -238,7 +238,7 @@ class TestKernel:
         layer = Layer(1, 2, 2, 5, 16, 1)
         check(layer, tensors={n: t for n, t in layer.tensors.items() if n != norm})
 
-    @pytest.mark.parametrize("sources", [5, 9])
+    @pytest.mark.parametrize("sources", [5, 17])
     def test_many_sources(self, sources):
         layer = Layer(2, 1, 2, 2, 8, sources)
         check(layer)
@@ -451,10 +451,11 @@ class TestErrors:
             else:
                 torch.testing.assert_close(case(call), case(lambda query: call(query, impl="reference")))
 
+    @pytest.mark.triton
     def test_tables_with_gradients(self):
         layer = Layer(1, 1, 2, 3, 8, 1)
         layer.tables["cos"].requires_grad_()
-        with pytest.raises(RuntimeError, match="impl='triton'"):
+        with pytest.raises(RuntimeError, match="gives cos and sin no gradient"):
             layer.run("triton")
         assert layer.run("auto")["query"].requires_grad
 

@@ -379,11 +379,6 @@ class TestSources:
 
 
 class TestImplementations:
-    @torch.no_grad()
-    def test_reference_and_auto(self, build, token_ids):
-        ids = token_ids(2, 7)
-        assert_close(build(depth_impl="reference")(ids).logits, build(depth_impl="auto")(ids).logits)
-
     @pytest.mark.interpreter
     def test_explicit_kernel_does_not_fall_back(self, build, token_ids):
         for fields in ({}, {"depth_stride": 0}):
