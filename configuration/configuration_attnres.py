@@ -113,7 +113,7 @@ class AttnResConfig(DenseDecoderConfig):
         size = self._resolved_block_size
         sites = range(2 * self.num_hidden_layers + 1)
         if self.attnres_variant == "cumulative":
-            return tuple(1 + site // 2 // (size // 2) for site in sites)
+            return tuple(1 + site // size for site in sites)
         # a block's first sub-layer still mixes the last block as the running sum that it was
         return tuple(-(-site // size) for site in sites)
 

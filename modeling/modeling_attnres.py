@@ -169,8 +169,13 @@ def mix_and_norm(
     phase_1: Sequence[torch.Tensor],
     output_depth_weights: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """A mixer and the norm after it, as one operation where nothing depends on the norm being called."""
-    norm_weight = norm.weight if runs_plainly(norm) else None
+    """
+    A mixer and the norm after it, as one operation where nothing depends on the norm being called. The operation has
+    one epsilon.
+    """
+    norm_weight = None
+    if runs_plainly(norm) and norm.variance_epsilon == getattr(mixer, "eps", None):
+        norm_weight = norm.weight
     partial, mixed, weights = mixer(partial, update, sources, phase_1, norm_weight, output_depth_weights)
     return partial, norm(mixed) if norm_weight is None else mixed, weights
 

@@ -341,6 +341,18 @@ def test_layout_of_inputs_and_gradients_does_not_matter(layout, mix):
 
 
 @needs_triton
+def test_gradients_of_sites_may_be_laid_out_differently():
+    sources, queries = ([draw(*shape, seed=i) for i in range(3)] for shape in ((2, 3, 48), (48,)))
+    grads = [draw(2, 3, 48, seed=500 + i).detach() for i in range(3)]
+    laid_out = [grads[0], LAYOUTS["rows apart"](grads[1]), LAYOUTS["transposed"](grads[2])]
+    results = []
+    for incoming in (grads, laid_out):
+        outputs, _ = attn_res_phase_1(sources, queries, eps=EPS, impl="triton")
+        results.append(torch.autograd.grad(outputs, [*sources, *queries], incoming))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+@needs_triton
 @pytest.mark.parametrize("mix", ["two_phases", "direct"])
 def test_gradient_of_a_plain_sum(mix):
     """Its strides are zero."""
@@ -398,19 +410,20 @@ def test_single_source_is_returned_itself(impl):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_mixed_dtypes(impl):
+@pytest.mark.parametrize("low", ["source_0", "source_1"])
+def test_mixed_dtypes(impl, low):
     """As under autocast, where the embedding is in fp32 and the sub-layers are not."""
     block = Block()
     tensors = {
-        name: tensor.bfloat16() if name.startswith(("source_1", "update")) else tensor
+        name: tensor.bfloat16() if name.startswith((low, "update")) else tensor
         for name, tensor in block.tensors.items()
     }
     for mix in (block.two_phases, block.direct):
         ours = block.run(impl, tensors, mix=mix)
         # the gradients of tensors in bf16 are rounded to it, here once and there once for each use
         assert_close_to(ours, block.run("reference", tensors, mix=mix), 1e-2)
-        assert ours["gradient of update_0"].dtype is torch.bfloat16
-        assert ours["gradient of source_0"].dtype is torch.float32
+        assert ours["gradient of update_0"].dtype is ours[f"gradient of {low}"].dtype is torch.bfloat16
+        assert ours["gradient of source_2"].dtype is torch.float32
         assert ours["output 0"].dtype is torch.float32
 
 

@@ -112,6 +112,14 @@ class TestZeroQueries:
                 "recency_bias": [0.5],
             }
 
+    def test_recency_biases_that_a_checkpoint_does_not_have(self, tiny, tmp_path):
+        """What a constructor puts into a parameter is gone by the time the checkpoint has been read."""
+        Qwen3ForCausalLM(Qwen3Config(**tiny)).save_pretrained(tmp_path)
+        fields = {"attnres_recency_bias": True, "attnres_recency_bias_init": 0.5}
+        state = AttnResForCausalLM.from_pretrained(tmp_path, **fields).state_dict()
+        biases = [tensor.tolist() for name, tensor in state.items() if name.endswith("recency_bias")]
+        assert biases == [[0.5]] * 9
+
     def test_same_seed_same_weights_as_vanilla(self, tiny):
         torch.manual_seed(3)
         model = AttnResForCausalLM(AttnResConfig(**tiny, attnres_recency_bias=True))
@@ -290,6 +298,15 @@ class TestPhases:
             norm.register_forward_hook(lambda *_: seen.append(0))
         assert torch.equal(model(ids).logits, expected)
         assert len(seen) == len(norms) == 13
+
+    def test_norms_have_an_epsilon_of_their_own(self, build, token_ids):
+        model, ids = build(**DEEP), token_ids(2, 7)
+        plain, norm = model.model(ids).last_hidden_state, model.model.norm
+        norm.variance_epsilon = 10.0
+        changed = model.model(ids).last_hidden_state
+        with norm.register_forward_hook(lambda *_: None):
+            assert torch.equal(model.model(ids).last_hidden_state, changed)
+        assert changed.norm() < 0.9 * plain.norm()
 
     @VARIANTS
     def test_key_norms_with_hooks_are_called(self, build, token_ids, fields):
