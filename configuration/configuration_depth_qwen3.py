@@ -29,8 +29,8 @@ class DepthQwen3Config(Qwen3Config):
         num_loops (`int`, *optional*, defaults to 1):
             How many times the stack of layers runs. Only 1 is supported by this version.
         depth_impl (`str`, *optional*, defaults to `"auto"`):
-            Implementation of the mixing: `"triton"` (there is none in this version, so the model refuses it),
-            `"reference"` (pure PyTorch) or `"auto"`. See [`~depthmix.kernels.depth_value_mix`].
+            Implementation of the operations of [`~depthmix.kernels`]: `"triton"`, `"reference"` (stock modules and
+            pure PyTorch) or `"auto"`.
         output_depth_weights (`bool`, *optional*, defaults to `False`):
             Whether the model returns the weights of the mixing by default.
 
