@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .depth_implementations import device_of, is_recorded, operation_namespace, triton_obstacle
+from .depth_implementations import INTERPRETED, device_of, is_recorded, operation_namespace, triton_obstacle
 
 
 try:
@@ -39,6 +39,8 @@ except ImportError:
     triton = None
 
 if triton is not None:
+    # the interpreter multiplies no bf16 matrices
+    WIDENED = tl.constexpr(INTERPRETED)
 
     @triton.jit
     def _rows(tensor, row_R, valid_R, D: tl.constexpr, BLOCK_D: tl.constexpr):
@@ -79,6 +81,45 @@ if triton is not None:
         for i in tl.static_range(1, len(tensors)):
             address = tl.where(index == i, tensors[i][0].to(tl.int64), address)
         return tl.multiple_of(address.to(tensors[0][0].dtype), ALIGNMENT), tensors[0][1]
+
+    @triton.jit
+    def _row_of_each(tensors, index, row):
+        """Addresses `[index, 1]` of a row of the tensors `index`, all of one dtype and row stride."""
+        address = tensors[0][0].to(tl.int64) + tl.zeros_like(index).to(tl.int64)
+        for i in tl.static_range(1, len(tensors)):
+            address = tl.where(index == i, tensors[i][0].to(tl.int64), address)
+        address = address.to(tensors[0][0].dtype) + row * tensors[0][1]
+        return address if len(address.shape) == 2 else address[:, None]
+
+    @triton.jit
+    def _hint(address, ALIGNMENT: tl.constexpr):
+        return tl.multiple_of(tl.max_contiguous(address, [1, address.shape[1]]), [1, ALIGNMENT])
+
+    @triton.jit
+    def _load_of_each(row_N1, valid_N, column_K, ALIGNMENT: tl.constexpr, D: tl.constexpr):
+        return tl.load(
+            _hint(row_N1 + column_K[None, :], ALIGNMENT),
+            mask=valid_N[:, None] & (column_K < D)[None, :],
+            other=0.0,
+        )
+
+    @triton.jit
+    def _load_queries(queries, site_S, column_K, SITES: tl.constexpr, D: tl.constexpr):
+        return tl.load(
+            queries + site_S[:, None] * D + column_K[None, :],
+            mask=(site_S < SITES)[:, None] & (column_K < D)[None, :],
+            other=0.0,
+        )
+
+    @triton.jit
+    def _dot(exact, rounded, sums, PRECISION: tl.constexpr):
+        """Adds the product of an fp32 matrix and one in any dtype to `sums`."""
+        if rounded.dtype == tl.bfloat16 and not WIDENED:
+            high = exact.to(tl.bfloat16)
+            sums = tl.dot((exact - high.to(tl.float32)).to(tl.bfloat16), rounded, sums)
+            return tl.dot(high, rounded, sums)
+        else:
+            return tl.dot(exact, rounded.to(tl.float32), sums, input_precision=PRECISION)
 
     @triton.jit
     def _row_sums(terms):
@@ -272,7 +313,7 @@ if triton is not None:
             _store_sums(partial_sums, 1, norm_sums, ROWS, D, BLOCK_D)
 
     @triton.jit(do_not_specialize=["tokens"])
-    def attn_res_phase_1_fwd_kernel(
+    def attn_res_phase_1_few_fwd_kernel(
         sources,
         queries,
         outputs,
@@ -284,32 +325,96 @@ if triton is not None:
         D: tl.constexpr,
         BLOCK_ROWS: tl.constexpr,
         BLOCK_D: tl.constexpr,
-        STAGES: tl.constexpr,
     ):
+        """For few tokens, as in decoding: one site each program, all in one launch."""
         N: tl.constexpr = len(sources)
-        S: tl.constexpr = len(outputs)
+        SITES: tl.constexpr = len(outputs)
         row_R = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         valid_R = row_R < tokens
+        site = tl.program_id(1)
         values = ()
         for i in tl.static_range(N):
             values += (_load(sources[i], row_R, valid_R, D, BLOCK_D),)
-        terms = ()
-        for i in tl.static_range(N):
-            terms += (values[i].to(tl.float32) * values[i].to(tl.float32),)
-        squares = _row_sums(terms)
-        inverses = ()
-        for i in tl.static_range(N):
-            inverses += (tl.rsqrt(squares[i] / D + eps),)
-        for site in tl.range(S, num_stages=STAGES):
-            query_D = _load_vector(queries + site * D, D, BLOCK_D)
-            terms = ()
+        query_D = _load_vector(queries + site * D, D, BLOCK_D)
+        mixed, log_sum_exp_R, inverses, logits = _mix(values, query_D, None, eps, D, BLOCK_ROWS, BLOCK_D)
+        _store(_one_of(outputs, site, ALIGNMENT), mixed, row_R, valid_R, D, BLOCK_D)
+        log_sum_exp, _ = _one_of(log_sum_exps, site, 4)
+        tl.store(log_sum_exp + row_R, log_sum_exp_R, mask=valid_R)
+        if scalars is not None:
             for i in tl.static_range(N):
-                terms += (values[i].to(tl.float32) * query_D,)
-            products = _row_sums(terms)
+                address_R = scalars + (i * tokens.to(tl.int64) + row_R) * (SITES + 1)
+                tl.store(address_R + site, logits[i], mask=valid_R)
+                tl.store(address_R + SITES, inverses[i], mask=valid_R & (site == 0))
+
+    @triton.jit(do_not_specialize=["tokens"])
+    def attn_res_phase_1_score_kernel(
+        sources,
+        queries,
+        scalars,
+        tokens,
+        eps,
+        ALIGNMENT: tl.constexpr,
+        SITES: tl.constexpr,
+        D: tl.constexpr,
+        BLOCK_S: tl.constexpr,
+        BLOCK_T: tl.constexpr,
+        BLOCK_K: tl.constexpr,
+        PRECISION: tl.constexpr,
+    ):
+        """The logits of one source at all sites, a matrix product, and its inverse root mean squares."""
+        token_T = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+        valid_T = token_T < tokens
+        site_S = tl.arange(0, BLOCK_S)
+        source, row_stride = _one_of(sources, tl.program_id(1), ALIGNMENT)
+        row_T1 = source + (token_T * row_stride)[:, None]
+        logits_ST = tl.zeros([BLOCK_S, BLOCK_T], tl.float32)
+        squares_T = tl.zeros([BLOCK_T], tl.float32)
+        for start in range(0, D, BLOCK_K):
+            column_K = start + tl.arange(0, BLOCK_K)
+            value_TK = tl.load(
+                row_T1 + column_K[None, :], mask=valid_T[:, None] & (column_K < D)[None, :], other=0.0
+            )
+            query_SK = _load_queries(queries, site_S, column_K, SITES, D)
+            logits_ST = _dot(query_SK, tl.trans(value_TK), logits_ST, PRECISION)
+            squares_T += tl.sum(value_TK.to(tl.float32) * value_TK.to(tl.float32), 1)
+        inverse_T = tl.rsqrt(squares_T / D + eps)
+        address_T = scalars + (tl.program_id(1) * tokens.to(tl.int64) + token_T) * (SITES + 1)
+        tl.store(
+            address_T[None, :] + site_S[:, None],
+            logits_ST * inverse_T[None, :],
+            mask=(site_S < SITES)[:, None] & valid_T[None, :],
+        )
+        tl.store(address_T + SITES, inverse_T, mask=valid_T)
+
+    @triton.jit(do_not_specialize=["tokens"])
+    def attn_res_phase_1_fwd_kernel(
+        sources,
+        scalars,
+        outputs,
+        log_sum_exps,
+        tokens,
+        ALIGNMENT: tl.constexpr,
+        D: tl.constexpr,
+        BLOCK_ROWS: tl.constexpr,
+        BLOCK_D: tl.constexpr,
+    ):
+        """The mixes of all sites from the logits; columns are independent."""
+        N: tl.constexpr = len(sources)
+        SITES: tl.constexpr = len(outputs)
+        row_R = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        valid_R = row_R < tokens
+        column_D = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+        mask = valid_R[:, None] & (column_D < D)[None, :]
+        values = ()
+        for i in tl.static_range(N):
+            address = sources[i][0] + (row_R * sources[i][1])[:, None] + column_D[None, :]
+            values += (tl.load(address, mask=mask, other=0.0),)
+        for site in tl.range(SITES):
             logits = ()
             highest_R = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
             for i in tl.static_range(N):
-                logits += (products[i] * inverses[i],)
+                address_R = scalars + (i * tokens.to(tl.int64) + row_R) * (SITES + 1) + site
+                logits += (tl.load(address_R, mask=valid_R, other=0.0),)
                 highest_R = tl.maximum(highest_R, logits[i])
             total_R = tl.zeros([BLOCK_ROWS], tl.float32)
             mixed = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
@@ -317,17 +422,14 @@ if triton is not None:
                 odds_R = tl.exp(logits[i] - highest_R)
                 total_R += odds_R
                 mixed += odds_R[:, None] * values[i].to(tl.float32)
-            output = _one_of(outputs, site, ALIGNMENT)
-            _store(output, mixed / total_R[:, None], row_R, valid_R, D, BLOCK_D)
-            log_sum_exp, _ = _one_of(log_sum_exps, site, 16)
-            tl.store(log_sum_exp + row_R, highest_R + tl.log(total_R), mask=valid_R)
-            if scalars is not None:
-                # [T, S + 1, N], the inverse root mean squares last
-                for i in tl.static_range(N):
-                    tl.store(scalars + (row_R * (S + 1) + site) * N + i, logits[i], mask=valid_R)
-        if scalars is not None:
-            for i in tl.static_range(N):
-                tl.store(scalars + (row_R * (S + 1) + S) * N + i, inverses[i], mask=valid_R)
+            output, row_stride = _one_of(outputs, site, ALIGNMENT)
+            tl.store(
+                output + (row_R * row_stride)[:, None] + column_D[None, :], mixed * (1.0 / total_R)[:, None], mask=mask
+            )
+            log_sum_exp, _ = _one_of(log_sum_exps, site, 4)
+            tl.store(
+                log_sum_exp + row_R, highest_R + tl.log(total_R), mask=valid_R & (tl.program_id(1) == 0)
+            )
 
     @triton.jit(do_not_specialize=["tokens"])
     def attn_res_phase_1_bwd_kernel(
@@ -341,61 +443,75 @@ if triton is not None:
         tokens,
         ALIGNMENT: tl.constexpr,
         D: tl.constexpr,
-        BLOCK_ROWS: tl.constexpr,
-        BLOCK_D: tl.constexpr,
+        BLOCK_S: tl.constexpr,
+        BLOCK_N: tl.constexpr,
+        BLOCK_K: tl.constexpr,
+        PRECISION: tl.constexpr,
         STAGES: tl.constexpr,
     ):
+        """
+        One token. All sums, over columns, sites and sources, are small matrix products. The rows are read twice, the
+        second time from a cache.
+        """
         N: tl.constexpr = len(sources)
-        S: tl.constexpr = len(output_grads)
-        row_R = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        valid_R = row_R < tokens
-        values = ()
-        inverses = ()
-        value_grads = ()
-        moments = ()
-        for i in tl.static_range(N):
-            values += (_load(sources[i], row_R, valid_R, D, BLOCK_D),)
-            inverses += (tl.load(scalars + (row_R * (S + 1) + S) * N + i, mask=valid_R, other=0.0),)
-            value_grads += (tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32),)
-            moments += (tl.zeros([BLOCK_ROWS], tl.float32),)
-        for site in tl.range(S, num_stages=STAGES):
-            grad = _load(_one_of(output_grads, site, ALIGNMENT), row_R, valid_R, D, BLOCK_D).to(tl.float32)
-            log_sum_exp_grad, _ = _one_of(log_sum_exp_grads, site, 4)
-            log_sum_exp_grad_R = tl.load(log_sum_exp_grad + row_R, mask=valid_R, other=0.0)
-            query_D = _load_vector(queries + site * D, D, BLOCK_D)
-            logits = ()
-            highest_R = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-            for i in tl.static_range(N):
-                logits += (tl.load(scalars + (row_R * (S + 1) + site) * N + i, mask=valid_R, other=0.0),)
-                highest_R = tl.maximum(highest_R, logits[i])
-            total_R = tl.zeros([BLOCK_ROWS], tl.float32)
-            for i in tl.static_range(N):
-                total_R += tl.exp(logits[i] - highest_R)
-            terms = ()
-            for i in tl.static_range(N):
-                terms += (grad * values[i].to(tl.float32),)
-            products = _row_sums(terms)
-            weights = ()
-            mean_R = tl.zeros([BLOCK_ROWS], tl.float32)
-            for i in tl.static_range(N):
-                weights += (tl.exp(logits[i] - highest_R) / total_R,)
-                mean_R += weights[i] * products[i]
-            added_grads = ()
-            added_moments = ()
-            for i in tl.static_range(N):
-                logit_grad_R = weights[i] * (products[i] - mean_R + log_sum_exp_grad_R)
-                coefficient_R = logit_grad_R * inverses[i]
-                # [N, T, S]
-                address_R = coefficients + (i * tokens.to(tl.int64) + row_R) * S + site
-                tl.store(address_R, coefficient_R, mask=valid_R)
-                added_grads += (value_grads[i] + weights[i][:, None] * grad + coefficient_R[:, None] * query_D,)
-                added_moments += (moments[i] + logit_grad_R * logits[i],)
-            value_grads = added_grads
-            moments = added_moments
-        for i in tl.static_range(N):
-            shrink_R = inverses[i] * inverses[i] * moments[i] / D
-            value_grad = value_grads[i] - shrink_R[:, None] * values[i].to(tl.float32)
-            _store(source_grads[i], value_grad, row_R, valid_R, D, BLOCK_D)
+        SITES: tl.constexpr = len(output_grads)
+        row = tl.program_id(0).to(tl.int64)
+        site_S = tl.arange(0, BLOCK_S)
+        source_N = tl.arange(0, BLOCK_N)
+        valid_S = site_S < SITES
+        valid_N = source_N < N
+        grad_S1 = _row_of_each(output_grads, site_S, row)
+        value_N1 = _row_of_each(sources, source_N, row)
+        value_grad_N1 = _row_of_each(source_grads, source_N, row)
+
+        products_SN = tl.zeros([BLOCK_S, BLOCK_N], tl.float32)
+        for start in tl.range(0, D, BLOCK_K, num_stages=STAGES):
+            column_K = start + tl.arange(0, BLOCK_K)
+            grad_SK = _load_of_each(grad_S1, valid_S, column_K, ALIGNMENT, D)
+            value_NK = _load_of_each(value_N1, valid_N, column_K, ALIGNMENT, D)
+            if WIDENED:
+                grad_SK, value_NK = grad_SK.to(tl.float32), value_NK.to(tl.float32)
+            products_SN = tl.dot(grad_SK, tl.trans(value_NK), products_SN, input_precision=PRECISION)
+
+        address_N = scalars + (source_N * tokens.to(tl.int64) + row) * (SITES + 1)
+        mask_SN = valid_S[:, None] & valid_N[None, :]
+        logits_SN = tl.load(address_N[None, :] + site_S[:, None], mask=mask_SN, other=0.0)
+        inverse_N = tl.load(address_N + SITES, mask=valid_N, other=0.0)
+        odds_SN = tl.where(valid_N[None, :], logits_SN, float("-inf"))
+        odds_SN = tl.exp(odds_SN - tl.max(odds_SN, 1)[:, None])
+        weights_SN = odds_SN / tl.sum(odds_SN, 1)[:, None]
+        log_sum_exp_grad_S = tl.load(
+            _row_of_each(log_sum_exp_grads, site_S[:, None], row), mask=valid_S[:, None], other=0.0
+        )
+        mean_S = tl.sum(weights_SN * products_SN, 1)
+        logit_grad_SN = weights_SN * (products_SN - mean_S[:, None] + log_sum_exp_grad_S)
+        coefficient_SN = logit_grad_SN * inverse_N[None, :]
+        shrink_N = inverse_N * inverse_N * tl.sum(logit_grad_SN * logits_SN, 0) / D
+        # [N, T, SITES]
+        address_N = coefficients + (source_N * tokens.to(tl.int64) + row) * SITES
+        tl.store(address_N[None, :] + site_S[:, None], coefficient_SN, mask=mask_SN)
+
+        weights_NS = tl.trans(weights_SN)
+        coefficient_NS = tl.trans(coefficient_SN)
+        for start in tl.range(0, D, BLOCK_K, num_stages=STAGES):
+            column_K = start + tl.arange(0, BLOCK_K)
+            grad_SK = _load_of_each(grad_S1, valid_S, column_K, ALIGNMENT, D)
+            value_NK = _load_of_each(value_N1, valid_N, column_K, ALIGNMENT, D)
+            query_SK = _load_queries(queries, site_S, column_K, SITES, D)
+            value_grad_NK = -shrink_N[:, None] * value_NK.to(tl.float32)
+            value_grad_NK = _dot(weights_NS, grad_SK, value_grad_NK, PRECISION)
+            if grad_SK.dtype == tl.bfloat16 and not WIDENED:
+                high_SK = query_SK.to(tl.bfloat16)
+                value_grad_NK = _dot(coefficient_NS, high_SK, value_grad_NK, PRECISION)
+                rest_SK = (query_SK - high_SK.to(tl.float32)).to(tl.bfloat16)
+                value_grad_NK = tl.dot(coefficient_NS.to(tl.bfloat16), rest_SK, value_grad_NK)
+            else:
+                value_grad_NK = _dot(coefficient_NS, query_SK, value_grad_NK, PRECISION)
+            tl.store(
+                _hint(value_grad_N1 + column_K[None, :], ALIGNMENT),
+                value_grad_NK,
+                mask=valid_N[:, None] & (column_K < D)[None, :],
+            )
 
     @triton.jit(do_not_specialize=["tokens", "tokens_of_program"])
     def attn_res_phase_1_query_grad_kernel(
@@ -404,7 +520,7 @@ if triton is not None:
         partial_sums,
         tokens,
         tokens_of_program,
-        S: tl.constexpr,
+        SITES: tl.constexpr,
         D: tl.constexpr,
         BLOCK_S: tl.constexpr,
         BLOCK_TOKENS: tl.constexpr,
@@ -421,8 +537,8 @@ if triton is not None:
                 token_T = start + tl.arange(0, BLOCK_TOKENS)
                 valid_T = token_T < end
                 coefficient_TS = tl.load(
-                    coefficients + (i * tokens.to(tl.int64) + token_T)[:, None] * S + site_S[None, :],
-                    mask=valid_T[:, None] & (site_S < S)[None, :],
+                    coefficients + (i * tokens.to(tl.int64) + token_T)[:, None] * SITES + site_S[None, :],
+                    mask=valid_T[:, None] & (site_S < SITES)[None, :],
                     other=0.0,
                 )
                 value_TD = tl.load(
@@ -430,13 +546,11 @@ if triton is not None:
                     mask=valid_T[:, None] & (column_D < D)[None, :],
                     other=0.0,
                 )
-                sums_SD = tl.dot(
-                    tl.trans(coefficient_TS), value_TD.to(tl.float32), acc=sums_SD, input_precision=PRECISION
-                )
+                sums_SD = _dot(tl.trans(coefficient_TS), value_TD, sums_SD, PRECISION)
         tl.store(
-            partial_sums + (tl.program_id(0).to(tl.int64) * S + site_S)[:, None] * D + column_D[None, :],
+            partial_sums + (tl.program_id(0).to(tl.int64) * SITES + site_S)[:, None] * D + column_D[None, :],
             sums_SD,
-            mask=(site_S < S)[:, None] & (column_D < D)[None, :],
+            mask=(site_S < SITES)[:, None] & (column_D < D)[None, :],
         )
 
     @triton.jit(do_not_specialize=["tokens"])
@@ -461,6 +575,7 @@ if triton is not None:
     ):
         row_R = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         valid_R = row_R < tokens
+        tokens = tokens.to(tl.int64)
         finished = _load(output, row_R, valid_R, D, BLOCK_D)
         value = _load(partial, row_R, valid_R, D, BLOCK_D)
         if update is not None:
@@ -481,15 +596,18 @@ if triton is not None:
         weight_R = tl.sigmoid(relative_R)
         result = FACTOR * (finished + weight_R[:, None] * (value - finished))
         if output_norm is not None:
-            result = _norm(result, _load_vector(output_norm, D, BLOCK_D), eps, D)
+            norm_R = _inverse_rms(result, eps, D)
+            result = result * norm_R[:, None] * _load_vector(output_norm, D, BLOCK_D)
+            if scalars is not None:
+                tl.store(scalars + 3 * tokens + row_R, norm_R, mask=valid_R)
         if update is not None:
             _store(new_partial, value, row_R, valid_R, D, BLOCK_D)
         _store(mixed, result, row_R, valid_R, D, BLOCK_D)
         if scalars is not None:
-            # [3, T]
+            # [4, T]
             tl.store(scalars + row_R, weight_R, mask=valid_R)
             tl.store(scalars + tokens + row_R, inverse_R, mask=valid_R)
-            tl.store(scalars + 2 * tokens.to(tl.int64) + row_R, logit_R, mask=valid_R)
+            tl.store(scalars + 2 * tokens + row_R, logit_R, mask=valid_R)
 
     @triton.jit(do_not_specialize=["tokens"])
     def attn_res_phase_2_bwd_kernel(
@@ -517,7 +635,9 @@ if triton is not None:
         query_D = _load_query(query, gain, D, BLOCK_D)
         query_sums = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
         norm_sums = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
-        for block in tl.range(tl.program_id(0), tl.cdiv(tokens, BLOCK_ROWS), tl.num_programs(0), num_stages=STAGES):
+        blocks = tl.cdiv(tokens, BLOCK_ROWS)
+        tokens = tokens.to(tl.int64)
+        for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0), num_stages=STAGES):
             row_R = (block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
             valid_R = row_R < tokens
             grad = _load(mixed_grad, row_R, valid_R, D, BLOCK_D).to(tl.float32)
@@ -527,7 +647,7 @@ if triton is not None:
                 value_grad = _load(partial_grad, row_R, valid_R, D, BLOCK_D).to(tl.float32)
             weight_R = tl.load(scalars + row_R, mask=valid_R, other=0.0)
             inverse_R = tl.load(scalars + tokens + row_R, mask=valid_R, other=0.0)
-            logit_R = tl.load(scalars + 2 * tokens.to(tl.int64) + row_R, mask=valid_R, other=0.0)
+            logit_R = tl.load(scalars + 2 * tokens + row_R, mask=valid_R, other=0.0)
             if output is not None:
                 finished = _load(output, row_R, valid_R, D, BLOCK_D).to(tl.float32)
             else:
@@ -538,12 +658,22 @@ if triton is not None:
                 finished = finished.to(partial[0].dtype.element_ty).to(tl.float32)
 
             difference = value - finished
-            if output_norm is not None:
-                mixed = FACTOR * (finished + weight_R[:, None] * difference)
-                grad, norm_sum = _norm_backward(grad, mixed, _load_vector(output_norm, D, BLOCK_D), eps, D)
-                norm_sums += norm_sum
+            if output_norm is None:
+                product_R = tl.sum(grad * difference, 1)
+            else:
+                # the gradient of a norm and its product with the difference from sums that need not wait for it
+                norm_R = tl.load(scalars + 3 * tokens + row_R, mask=valid_R, other=0.0)
+                normal = (FACTOR * norm_R)[:, None] * (finished + weight_R[:, None] * difference)
+                norm_sums += grad * normal
+                grad *= _load_vector(output_norm, D, BLOCK_D)
+                mean_R, product_R, other_R, _ = _row_sums(
+                    (grad * normal, grad * difference, normal * difference, tl.zeros_like(grad))
+                )
+                mean_R /= D
+                grad = norm_R[:, None] * (grad - mean_R[:, None] * normal)
+                product_R = norm_R * (product_R - mean_R * other_R)
             grad *= FACTOR
-            logit_grad_R = weight_R * (1.0 - weight_R) * tl.sum(grad * difference, 1)
+            logit_grad_R = FACTOR * weight_R * (1.0 - weight_R) * product_R
             value_grad += weight_R[:, None] * grad
             value_grad += _logit_backward(logit_grad_R, value, query_D, inverse_R, logit_R, D)
             query_sums += (logit_grad_R * inverse_R)[:, None] * value
@@ -607,12 +737,16 @@ class Tile:
 TILES = {
     "attn_res_fwd": Tile(16),
     "attn_res_bwd": Tile(16, programs_per_multiprocessor=4, stages=1),
-    "attn_res_phase_1_fwd": Tile(8, stages=2),
-    "attn_res_phase_1_bwd": Tile(8, stages=3),
+    "attn_res_phase_1_few_fwd": Tile(16),
     "attn_res_phase_2_fwd": Tile(16),
     "attn_res_phase_2_bwd": Tile(16, programs_per_multiprocessor=4, stages=1),
 }
-QUERY_GRAD_TILE = {"BLOCK_TOKENS": 32, "BLOCK_D": 128, "num_warps": 8, "num_stages": 3}
+SCORE_TILE = {"BLOCK_T": 32, "BLOCK_K": 128, "num_warps": 4, "num_stages": 3}
+PHASE_1_FWD_TILE = {"BLOCK_ROWS": 2, "BLOCK_D": 512, "num_warps": 4}
+PHASE_1_BWD_TILE = {"BLOCK_K": 256, "num_warps": 4, "STAGES": 2}
+QUERY_GRAD_TILE = {"BLOCK_TOKENS": 32, "BLOCK_D": 128, "num_warps": 4, "num_stages": 3}
+# from so many tokens on, phase 1 reads the sources twice instead of once for every site
+MANY_TOKENS = 256
 # of one launch: what a program holds must fit into registers
 MAX_SOURCES = 16
 MAX_SITES = 16
@@ -708,24 +842,49 @@ def attn_res_phase_1_forward(
 ) -> list[Tensor]:
     """
     The mixes of all sites, their log-sum-exps, and, if `training`, logits and inverse root mean squares of the
-    sources, `[T, S + 1, N]`.
+    sources, `[N, T, S + 1]`.
     """
-    sites = len(pseudo_queries)
+    sites, source = len(pseudo_queries), sources[0]
     outputs = _new_phase_1(sources, sites, training)
-    tokens, constants, programs = _launch("attn_res_phase_1_fwd", sources[0])
-    if tokens:
-        with device_of(sources[0]):
-            attn_res_phase_1_fwd_kernel[(programs,)](
-                tuple(map(_argument, sources)),
-                _fold(pseudo_queries, norm_weights),
-                tuple(map(_argument, outputs[:sites])),
-                tuple((log_sum_exp, 1) for log_sum_exp in outputs[sites : 2 * sites]),
-                outputs[-1] if training else None,
-                tokens,
-                eps,
-                ALIGNMENT=16,
-                **constants,
+    tokens, hidden_size = _tokens(source), source.shape[-1]
+    if not tokens:
+        return outputs
+    queries = _fold(pseudo_queries, norm_weights)
+    results = tuple(map(_argument, outputs[:sites])), tuple((x, 1) for x in outputs[sites : 2 * sites])
+    scalars = outputs[-1] if training else None
+    with device_of(source):
+        if tokens < MANY_TOKENS:
+            _, constants, programs = _launch("attn_res_phase_1_few_fwd", source)
+            attn_res_phase_1_few_fwd_kernel[(programs, sites)](
+                tuple(map(_argument, sources)), queries, *results, scalars, tokens, eps, ALIGNMENT=16, **constants
             )
+            return outputs
+        if scalars is None:
+            scalars = _new_phase_1_scalars(sources, sites)
+        sources = _of_equal_strides(sources)
+        attn_res_phase_1_score_kernel[(_divide_up(tokens, SCORE_TILE["BLOCK_T"]), len(sources))](
+            tuple(map(_argument, sources)),
+            queries,
+            scalars,
+            tokens,
+            eps,
+            ALIGNMENT=_alignment(sources),
+            SITES=sites,
+            D=hidden_size,
+            BLOCK_S=max(16, _power_of_2_from(sites)),
+            PRECISION=_precision(),
+            **SCORE_TILE,
+        )
+        grid = (_divide_up(tokens, PHASE_1_FWD_TILE["BLOCK_ROWS"]), _divide_up(hidden_size, PHASE_1_FWD_TILE["BLOCK_D"]))
+        attn_res_phase_1_fwd_kernel[grid](
+            tuple(map(_argument, sources)),
+            scalars,
+            *results,
+            tokens,
+            ALIGNMENT=16,
+            D=hidden_size,
+            **PHASE_1_FWD_TILE,
+        )
     return outputs
 
 
@@ -739,41 +898,43 @@ def attn_res_phase_1_backward(
 ) -> list[Tensor]:
     """Gradients of the sources, and of the queries and norm weights of all sites, `[S, D]`, the latter if any."""
     sites, source = len(pseudo_queries), sources[0]
-    hidden_size = source.shape[-1]
+    tokens, hidden_size = _tokens(source), source.shape[-1]
     source_grads = [_new_like(source) for source in sources]
-    tokens, constants, programs = _launch("attn_res_phase_1_bwd", source)
     coefficients = source.new_empty((len(sources), tokens, sites), dtype=torch.float32)
     # few enough programs that their sums are small beside the sources, enough to fill the device
     columns = _divide_up(hidden_size, QUERY_GRAD_TILE["BLOCK_D"])
-    splits = max(1, min(_divide_up(tokens, 128), _divide_up(2 * _multiprocessors(source.device), columns)))
+    splits = max(1, min(_divide_up(tokens, 128), _divide_up(4 * _multiprocessors(source.device), columns)))
     partial_sums = _new_sums(splits if tokens else 0, sites, source)
     if tokens:
-        output_grads = _with_equal_strides([_as_rows(grad) for grad in output_grads])
-        aligned = all(grad.data_ptr() % 16 == 0 for grad in output_grads)
+        sources, output_grads = _of_equal_strides(sources), _of_equal_strides(output_grads)
+        arguments = tuple(map(_argument, sources))
         with device_of(source):
-            attn_res_phase_1_bwd_kernel[(programs,)](
+            attn_res_phase_1_bwd_kernel[(tokens,)](
                 tuple(map(_argument, output_grads)),
                 tuple((grad.reshape(-1).contiguous(), 1) for grad in log_sum_exp_grads),
-                tuple(map(_argument, sources)),
+                arguments,
                 _fold(pseudo_queries, norm_weights),
                 scalars,
                 tuple(map(_argument, source_grads)),
                 coefficients,
                 tokens,
-                ALIGNMENT=16 if aligned else source.element_size(),
-                **constants,
+                ALIGNMENT=min(_alignment(sources), _alignment(output_grads)),
+                D=hidden_size,
+                BLOCK_S=max(16, _power_of_2_from(sites)),
+                BLOCK_N=max(16, _power_of_2_from(len(sources))),
+                PRECISION=_precision(),
+                **PHASE_1_BWD_TILE,
             )
             attn_res_phase_1_query_grad_kernel[(splits, columns)](
-                tuple(map(_argument, sources)),
+                arguments,
                 coefficients,
                 partial_sums,
                 tokens,
                 _divide_up(tokens, splits),
-                S=sites,
+                SITES=sites,
                 D=hidden_size,
                 BLOCK_S=max(16, _power_of_2_from(sites)),
-                # fp32 products of tensor cores, where there is that choice
-                PRECISION="ieee" if torch.version.hip else "tf32x3",
+                PRECISION=_precision(),
                 **QUERY_GRAD_TILE,
             )
     gains = torch.stack(norm_weights) if norm_weights else None
@@ -796,7 +957,7 @@ def attn_res_phase_2_forward(
 ) -> list[Tensor]:
     """
     The new running sum if there is an update, the mix, and, if `training`, the sum's weight, inverse root mean square
-    and logit, `[3, T]`. Of `sources` only the backward makes use.
+    and logit, and, if it is normalised, the inverse root mean square of the mix, `[4, T]`. Of `sources` only the backward makes use.
     """
     outputs = _new_phase_2(partial, update, training)
     mixed = outputs[0 if update is None else 1]
@@ -904,10 +1065,20 @@ def _as_rows(tensor: Tensor) -> Tensor:
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
-def _with_equal_strides(tensors: list[Tensor]) -> list[Tensor]:
-    if len({tensor.stride(0) for tensor in tensors}) == 1:
-        return tensors
-    return [tensor.contiguous() for tensor in tensors]
+def _of_equal_strides(tensors: list[Tensor]) -> list[Tensor]:
+    rows = [_as_rows(tensor) for tensor in tensors]
+    return rows if len({row.stride(0) for row in rows}) == 1 else [row.contiguous() for row in rows]
+
+
+def _alignment(tensors: list[Tensor]) -> int:
+    """Of the rows in bytes, as far as it matters."""
+    size = tensors[0].element_size()
+    return 16 if all(x.data_ptr() % 16 == 0 and x.stride(0) * size % 16 == 0 for x in tensors) else size
+
+
+def _precision() -> str:
+    """Of fp32 matrix products: of tensor cores, where there is that choice."""
+    return "ieee" if torch.version.hip else "tf32x3"
 
 
 def _argument(tensor: Tensor | None) -> tuple | None:
@@ -948,14 +1119,18 @@ def _new_phase_1(sources: list[Tensor], sites: int, training: bool) -> list[Tens
     outputs = [_new_like(source) for _ in range(sites)]
     outputs += [_new_scalars(source) for _ in range(sites)]
     if training:
-        outputs.append(source.new_empty((_tokens(source), sites + 1, len(sources)), dtype=torch.float32))
+        outputs.append(_new_phase_1_scalars(sources, sites))
     return outputs
+
+
+def _new_phase_1_scalars(sources: list[Tensor], sites: int) -> Tensor:
+    return sources[0].new_empty((len(sources), _tokens(sources[0]), sites + 1), dtype=torch.float32)
 
 
 def _new_phase_2(partial: Tensor, update: Tensor | None, training: bool) -> list[Tensor]:
     outputs = [_new_like(partial) for _ in range(1 if update is None else 2)]
     if training:
-        outputs.append(partial.new_empty((3, _tokens(partial)), dtype=torch.float32))
+        outputs.append(partial.new_empty((4, _tokens(partial)), dtype=torch.float32))
     return outputs
 
 
