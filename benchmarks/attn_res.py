@@ -266,7 +266,7 @@ def profile(size: str) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         forward_backward(two_phases)
         torch.cuda.synchronize()
-    print(profiler.key_averages().table(sort_by="cuda_time_total", row_limit=16, max_name_column_width=60), flush=True)
+    print(profiler.key_averages().table(sort_by="cuda_time_total", row_limit=14, max_name_column_width=45), flush=True)
 
 
 def _milliseconds(run: Callable[[], object], calls: int = 5) -> float:
@@ -350,6 +350,7 @@ def sweep(size: str, num_sources: int, num_sites: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.attn_res", description=__doc__)
     parser.add_argument("--size", nargs="+", choices=STACKS, default=list(STACKS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--profile", action="store_true", help="also print where the time of a stack goes")
     parser.add_argument("--sweep", action="store_true", help="also try other tiles for each kernel")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"), help="folder for the CSV file")

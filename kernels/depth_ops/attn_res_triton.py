@@ -83,22 +83,27 @@ if triton is not None:
         return tl.multiple_of(address.to(tensors[0][0].dtype), ALIGNMENT), tensors[0][1]
 
     @triton.jit
-    def _row_of_each(tensors, index, row):
-        """Addresses `[index, 1]` of a row of the tensors `index`, all of one dtype and row stride."""
+    def _address_of_each(tensors, index):
+        """Those of the tensors `index`, all of one dtype."""
         address = tensors[0][0].to(tl.int64) + tl.zeros_like(index).to(tl.int64)
         for i in tl.static_range(1, len(tensors)):
             address = tl.where(index == i, tensors[i][0].to(tl.int64), address)
-        address = address.to(tensors[0][0].dtype) + row * tensors[0][1]
-        return address if len(address.shape) == 2 else address[:, None]
+        return address.to(tensors[0][0].dtype)
 
     @triton.jit
-    def _hint(address, ALIGNMENT: tl.constexpr):
-        return tl.multiple_of(tl.max_contiguous(address, [1, address.shape[1]]), [1, ALIGNMENT])
+    def _row_of_each(tensors, index, row):
+        """Addresses `[index, 1]` of rows of tensors of one row stride."""
+        return (_address_of_each(tensors, index) + row * tensors[0][1])[:, None]
+
+    @triton.jit
+    def _columns_of_each(row_N1, column_K, ALIGNMENT: tl.constexpr):
+        # where the compiler sees the addresses made, since a hint on an argument is lost
+        return tl.multiple_of(row_N1 + column_K[None, :], [1, ALIGNMENT])
 
     @triton.jit
     def _load_of_each(row_N1, valid_N, column_K, ALIGNMENT: tl.constexpr, D: tl.constexpr):
         return tl.load(
-            _hint(row_N1 + column_K[None, :], ALIGNMENT),
+            _columns_of_each(row_N1, column_K, ALIGNMENT),
             mask=valid_N[:, None] & (column_K < D)[None, :],
             other=0.0,
         )
@@ -443,6 +448,7 @@ if triton is not None:
         tokens,
         ALIGNMENT: tl.constexpr,
         D: tl.constexpr,
+        BLOCK_T: tl.constexpr,
         BLOCK_S: tl.constexpr,
         BLOCK_N: tl.constexpr,
         BLOCK_K: tl.constexpr,
@@ -450,67 +456,77 @@ if triton is not None:
         STAGES: tl.constexpr,
     ):
         """
-        One token. All sums, over columns, sites and sources, are small matrix products. The rows are read twice, the
-        second time from a cache.
+        All sums, over columns, sites and sources, are small matrix products. A program has a few tokens, so that the
+        queries serve several; of the products between rows of different tokens nothing is used. The rows are read
+        twice, the second time from a cache.
+
+        Legend: J pairs of a token and a site, M pairs of a token and a source.
         """
         N: tl.constexpr = len(sources)
         SITES: tl.constexpr = len(output_grads)
-        row = tl.program_id(0).to(tl.int64)
-        site_S = tl.arange(0, BLOCK_S)
-        source_N = tl.arange(0, BLOCK_N)
-        valid_S = site_S < SITES
-        valid_N = source_N < N
-        grad_S1 = _row_of_each(output_grads, site_S, row)
-        value_N1 = _row_of_each(sources, source_N, row)
-        value_grad_N1 = _row_of_each(source_grads, source_N, row)
+        first = tl.program_id(0).to(tl.int64) * BLOCK_T
+        token_J = first + tl.arange(0, BLOCK_T * BLOCK_S) // BLOCK_S
+        site_J = tl.arange(0, BLOCK_T * BLOCK_S) % BLOCK_S
+        valid_J = (token_J < tokens) & (site_J < SITES)
+        token_M = first + tl.arange(0, BLOCK_T * BLOCK_N) // BLOCK_N
+        source_M = tl.arange(0, BLOCK_T * BLOCK_N) % BLOCK_N
+        valid_M = (token_M < tokens) & (source_M < N)
+        grad_J1 = _row_of_each(output_grads, site_J, token_J)
+        value_M1 = _row_of_each(sources, source_M, token_M)
+        value_grad_M1 = _row_of_each(source_grads, source_M, token_M)
 
-        products_SN = tl.zeros([BLOCK_S, BLOCK_N], tl.float32)
+        products_JM = tl.zeros([BLOCK_T * BLOCK_S, BLOCK_T * BLOCK_N], tl.float32)
         for start in tl.range(0, D, BLOCK_K, num_stages=STAGES):
             column_K = start + tl.arange(0, BLOCK_K)
-            grad_SK = _load_of_each(grad_S1, valid_S, column_K, ALIGNMENT, D)
-            value_NK = _load_of_each(value_N1, valid_N, column_K, ALIGNMENT, D)
+            grad_JK = _load_of_each(grad_J1, valid_J, column_K, ALIGNMENT, D)
+            value_MK = _load_of_each(value_M1, valid_M, column_K, ALIGNMENT, D)
             if WIDENED:
-                grad_SK, value_NK = grad_SK.to(tl.float32), value_NK.to(tl.float32)
-            products_SN = tl.dot(grad_SK, tl.trans(value_NK), products_SN, input_precision=PRECISION)
+                grad_JK, value_MK = grad_JK.to(tl.float32), value_MK.to(tl.float32)
+            products_JM = tl.dot(grad_JK, tl.trans(value_MK), products_JM, input_precision=PRECISION)
 
-        address_N = scalars + (source_N * tokens.to(tl.int64) + row) * (SITES + 1)
-        mask_SN = valid_S[:, None] & valid_N[None, :]
-        logits_SN = tl.load(address_N[None, :] + site_S[:, None], mask=mask_SN, other=0.0)
-        inverse_N = tl.load(address_N + SITES, mask=valid_N, other=0.0)
-        odds_SN = tl.where(valid_N[None, :], logits_SN, float("-inf"))
-        odds_SN = tl.exp(odds_SN - tl.max(odds_SN, 1)[:, None])
-        weights_SN = odds_SN / tl.sum(odds_SN, 1)[:, None]
-        log_sum_exp_grad_S = tl.load(
-            _row_of_each(log_sum_exp_grads, site_S[:, None], row), mask=valid_S[:, None], other=0.0
+        address_M = scalars + (source_M * tokens.to(tl.int64) + token_M) * (SITES + 1)
+        mask_JM = (token_J[:, None] == token_M[None, :]) & valid_J[:, None] & valid_M[None, :]
+        logits_JM = tl.load(address_M[None, :] + site_J[:, None], mask=mask_JM, other=float("-inf"))
+        inverse_M = tl.load(address_M + SITES, mask=valid_M, other=0.0)
+        log_sum_exp_grad_J = tl.load(
+            _address_of_each(log_sum_exp_grads, site_J) + token_J, mask=valid_J, other=0.0
         )
-        mean_S = tl.sum(weights_SN * products_SN, 1)
-        logit_grad_SN = weights_SN * (products_SN - mean_S[:, None] + log_sum_exp_grad_S)
-        coefficient_SN = logit_grad_SN * inverse_N[None, :]
-        shrink_N = inverse_N * inverse_N * tl.sum(logit_grad_SN * logits_SN, 0) / D
+        # of rows without a site any number will do
+        highest_J = tl.where(valid_J, tl.max(logits_JM, 1), 0.0)
+        odds_JM = tl.exp(logits_JM - highest_J[:, None])
+        weights_JM = odds_JM / tl.where(valid_J, tl.sum(odds_JM, 1), 1.0)[:, None]
+        mean_J = tl.sum(weights_JM * products_JM, 1)
+        logit_grad_JM = weights_JM * (products_JM - mean_J[:, None] + log_sum_exp_grad_J[:, None])
+        coefficient_JM = logit_grad_JM * inverse_M[None, :]
+        moment_M = tl.sum(logit_grad_JM * tl.where(mask_JM, logits_JM, 0.0), 0)
+        shrink_M = inverse_M * inverse_M * moment_M / D
         # [N, T, SITES]
-        address_N = coefficients + (source_N * tokens.to(tl.int64) + row) * SITES
-        tl.store(address_N[None, :] + site_S[:, None], coefficient_SN, mask=mask_SN)
+        address_M = coefficients + (source_M * tokens.to(tl.int64) + token_M) * SITES
+        tl.store(address_M[None, :] + site_J[:, None], coefficient_JM, mask=mask_JM)
 
-        weights_NS = tl.trans(weights_SN)
-        coefficient_NS = tl.trans(coefficient_SN)
+        weights_MJ = tl.trans(weights_JM)
+        # the queries are those of every token
+        coefficient_MTS = tl.reshape(tl.trans(coefficient_JM), [BLOCK_T * BLOCK_N, BLOCK_T, BLOCK_S])
+        coefficient_MS = tl.sum(coefficient_MTS, 1)
+        site_S = tl.arange(0, BLOCK_S)
         for start in tl.range(0, D, BLOCK_K, num_stages=STAGES):
             column_K = start + tl.arange(0, BLOCK_K)
-            grad_SK = _load_of_each(grad_S1, valid_S, column_K, ALIGNMENT, D)
-            value_NK = _load_of_each(value_N1, valid_N, column_K, ALIGNMENT, D)
+            grad_JK = _load_of_each(grad_J1, valid_J, column_K, ALIGNMENT, D)
+            value_MK = _load_of_each(value_M1, valid_M, column_K, ALIGNMENT, D)
             query_SK = _load_queries(queries, site_S, column_K, SITES, D)
-            value_grad_NK = -shrink_N[:, None] * value_NK.to(tl.float32)
-            value_grad_NK = _dot(weights_NS, grad_SK, value_grad_NK, PRECISION)
-            if grad_SK.dtype == tl.bfloat16 and not WIDENED:
+            value_grad_MK = -shrink_M[:, None] * value_MK.to(tl.float32)
+            value_grad_MK = _dot(weights_MJ, grad_JK, value_grad_MK, PRECISION)
+            if grad_JK.dtype == tl.bfloat16 and not WIDENED:
                 high_SK = query_SK.to(tl.bfloat16)
-                value_grad_NK = _dot(coefficient_NS, high_SK, value_grad_NK, PRECISION)
+                value_grad_MK = _dot(coefficient_MS, high_SK, value_grad_MK, PRECISION)
                 rest_SK = (query_SK - high_SK.to(tl.float32)).to(tl.bfloat16)
-                value_grad_NK = tl.dot(coefficient_NS.to(tl.bfloat16), rest_SK, value_grad_NK)
+                value_grad_MK = tl.dot(coefficient_MS.to(tl.bfloat16), rest_SK, value_grad_MK)
             else:
-                value_grad_NK = _dot(coefficient_NS, query_SK, value_grad_NK, PRECISION)
+                value_grad_MK = _dot(coefficient_MS, query_SK, value_grad_MK, PRECISION)
             tl.store(
-                _hint(value_grad_N1 + column_K[None, :], ALIGNMENT),
-                value_grad_NK,
-                mask=valid_N[:, None] & (column_K < D)[None, :],
+                _columns_of_each(value_grad_M1, column_K, ALIGNMENT),
+                value_grad_MK,
+                mask=valid_M[:, None] & (column_K < D)[None, :],
             )
 
     @triton.jit(do_not_specialize=["tokens", "tokens_of_program"])
@@ -739,12 +755,14 @@ TILES = {
     "attn_res_bwd": Tile(16, programs_per_multiprocessor=4, stages=1),
     "attn_res_phase_1_few_fwd": Tile(16),
     "attn_res_phase_2_fwd": Tile(16),
-    "attn_res_phase_2_bwd": Tile(16, programs_per_multiprocessor=4, stages=1),
+    "attn_res_phase_2_bwd": Tile(16, programs_per_multiprocessor=3, stages=2),
 }
-SCORE_TILE = {"BLOCK_T": 32, "BLOCK_K": 128, "num_warps": 4, "num_stages": 3}
-PHASE_1_FWD_TILE = {"BLOCK_ROWS": 2, "BLOCK_D": 512, "num_warps": 4}
-PHASE_1_BWD_TILE = {"BLOCK_K": 256, "num_warps": 4, "STAGES": 2}
-QUERY_GRAD_TILE = {"BLOCK_TOKENS": 32, "BLOCK_D": 128, "num_warps": 4, "num_stages": 3}
+SCORE_TILE = {"BLOCK_T": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
+PHASE_1_FWD_TILE = {"BLOCK_ROWS": 1, "BLOCK_D": 2048, "num_warps": 4}
+PHASE_1_BWD_TILE = {"BLOCK_K": 128, "num_warps": 4, "STAGES": 3}
+# pairs of a token and a source of a program, to fill a matrix
+PHASE_1_BWD_ROWS = 16
+QUERY_GRAD_TILE = {"BLOCK_TOKENS": 64, "BLOCK_D": 128, "num_warps": 4, "num_stages": 3}
 # from so many tokens on, phase 1 reads the sources twice instead of once for every site
 MANY_TOKENS = 256
 # of one launch: what a program holds must fit into registers
@@ -908,8 +926,10 @@ def attn_res_phase_1_backward(
     if tokens:
         sources, output_grads = _of_equal_strides(sources), _of_equal_strides(output_grads)
         arguments = tuple(map(_argument, sources))
+        block_sources = max(4, _power_of_2_from(len(sources)))
+        block_tokens = max(1, PHASE_1_BWD_ROWS // block_sources)
         with device_of(source):
-            attn_res_phase_1_bwd_kernel[(tokens,)](
+            attn_res_phase_1_bwd_kernel[(_divide_up(tokens, block_tokens),)](
                 tuple(map(_argument, output_grads)),
                 tuple((grad.reshape(-1).contiguous(), 1) for grad in log_sum_exp_grads),
                 arguments,
@@ -920,8 +940,9 @@ def attn_res_phase_1_backward(
                 tokens,
                 ALIGNMENT=min(_alignment(sources), _alignment(output_grads)),
                 D=hidden_size,
+                BLOCK_T=block_tokens,
                 BLOCK_S=max(16, _power_of_2_from(sites)),
-                BLOCK_N=max(16, _power_of_2_from(len(sources))),
+                BLOCK_N=block_sources,
                 PRECISION=_precision(),
                 **PHASE_1_BWD_TILE,
             )
