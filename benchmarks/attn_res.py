@@ -65,7 +65,7 @@ def two_phases(
         block = sites[first : min(first + block_size, len(sites) - 1)]
         # the mix of a single source is that source
         mixed = block[1:] if first == 0 else block
-        outputs, log_sum_exps = attn_res_phase_1(
+        outputs, log_sum_exps, blocks = attn_res_phase_1(
             *(blocks, [site.pseudo_query for site in mixed], [site.norm_weight for site in mixed]), eps=EPS, impl=impl
         )
         update = sub_layer(x if first == 0 else outputs.pop(0))
@@ -301,7 +301,7 @@ def sweep(size: str, num_sources: int, num_sites: int) -> None:
         "attn_res_bwd": (lambda: k.attn_res_backward(grads[0], sources, *one, scalars, EPS, 1), 2 * n + 1),
         "attn_res_phase_1_fwd": (lambda: k.attn_res_phase_1_forward(sources, queries, gains, EPS, True), n + s),
         "attn_res_phase_1_bwd": (
-            lambda: k.attn_res_phase_1_backward(grads, log_sum_exp_grads, sources, queries, gains, phase_1_scalars),
+            lambda: k.attn_res_phase_1_backward(grads, log_sum_exp_grads, [], sources, queries, gains, phase_1_scalars),
             s + 3 * n,
         ),
         "attn_res_phase_2_fwd": (lambda: k.attn_res_phase_2_forward(*phase_2), 5),

@@ -7,8 +7,8 @@ Bytes, in units of one hidden state (tokens x hidden size), with N finished bloc
     kernel               reads              writes
     single site          N                  1
     single site, bwd     N + 1              N
-    phase 1              N                  S
-    phase 1, bwd         N + S, then N      N
+    phase 1              N twice            S
+    phase 1, bwd         N + S twice, N     N       (the second time, in part, from a cache)
     phase 2              3                  2       (2 and 1 where there is nothing to add)
     phase 2, bwd         4                  2       (3 + N and 2 where phase 1's output is computed again)
 
@@ -440,6 +440,7 @@ if triton is not None:
     def attn_res_phase_1_bwd_kernel(
         output_grads,
         log_sum_exp_grads,
+        added_grads,
         sources,
         queries,
         scalars,
@@ -474,6 +475,9 @@ if triton is not None:
         grad_J1 = _row_of_each(output_grads, site_J, token_J)
         value_M1 = _row_of_each(sources, source_M, token_M)
         value_grad_M1 = _row_of_each(source_grads, source_M, token_M)
+        added_grad_M1 = value_grad_M1
+        if len(added_grads) > 0:
+            added_grad_M1 = _row_of_each(added_grads, source_M, token_M)
 
         products_JM = tl.zeros([BLOCK_T * BLOCK_S, BLOCK_T * BLOCK_N], tl.float32)
         for start in tl.range(0, D, BLOCK_K, num_stages=STAGES):
@@ -515,6 +519,8 @@ if triton is not None:
             value_MK = _load_of_each(value_M1, valid_M, column_K, ALIGNMENT, D)
             query_SK = _load_queries(queries, site_S, column_K, SITES, D)
             value_grad_MK = -shrink_M[:, None] * value_MK.to(tl.float32)
+            if len(added_grads) > 0:
+                value_grad_MK += _load_of_each(added_grad_M1, valid_M, column_K, ALIGNMENT, D).to(tl.float32)
             value_grad_MK = _dot(weights_MJ, grad_JK, value_grad_MK, PRECISION)
             if grad_JK.dtype == tl.bfloat16 and not WIDENED:
                 high_SK = query_SK.to(tl.bfloat16)
@@ -909,12 +915,16 @@ def attn_res_phase_1_forward(
 def attn_res_phase_1_backward(
     output_grads: list[Tensor],
     log_sum_exp_grads: list[Tensor],
+    added_grads: list[Tensor],
     sources: list[Tensor],
     pseudo_queries: list[Tensor],
     norm_weights: list[Tensor],
     scalars: Tensor,
 ) -> list[Tensor]:
-    """Gradients of the sources, and of the queries and norm weights of all sites, `[S, D]`, the latter if any."""
+    """
+    Gradients of the sources, with `added_grads` added if there are any, and of the queries and norm weights of all
+    sites, `[S, D]`, the latter if any.
+    """
     sites, source = len(pseudo_queries), sources[0]
     tokens, hidden_size = _tokens(source), source.shape[-1]
     source_grads = [_new_like(source) for source in sources]
@@ -924,7 +934,7 @@ def attn_res_phase_1_backward(
     splits = max(1, min(_divide_up(tokens, 128), _divide_up(4 * _multiprocessors(source.device), columns)))
     partial_sums = _new_sums(splits if tokens else 0, sites, source)
     if tokens:
-        sources, output_grads = _of_equal_strides(sources), _of_equal_strides(output_grads)
+        sources, output_grads, added_grads = map(_of_equal_strides, (sources, output_grads, added_grads))
         arguments = tuple(map(_argument, sources))
         block_sources = max(4, _power_of_2_from(len(sources)))
         block_tokens = max(1, PHASE_1_BWD_ROWS // block_sources)
@@ -932,13 +942,14 @@ def attn_res_phase_1_backward(
             attn_res_phase_1_bwd_kernel[(_divide_up(tokens, block_tokens),)](
                 tuple(map(_argument, output_grads)),
                 tuple((grad.reshape(-1).contiguous(), 1) for grad in log_sum_exp_grads),
+                tuple(map(_argument, added_grads)),
                 arguments,
                 _fold(pseudo_queries, norm_weights),
                 scalars,
                 tuple(map(_argument, source_grads)),
                 coefficients,
                 tokens,
-                ALIGNMENT=min(_alignment(sources), _alignment(output_grads)),
+                ALIGNMENT=min(_alignment(x) for x in (sources, output_grads, added_grads or sources)),
                 D=hidden_size,
                 BLOCK_T=block_tokens,
                 BLOCK_S=max(16, _power_of_2_from(sites)),
@@ -1231,22 +1242,28 @@ class _Operation:
 
 class _DifferentiableOperation(_Operation):
     """
-    One whose last argument, `training`, asks for another output, which the backward needs.
+    One whose last argument, `training`, asks for another output, which the backward needs. Some inputs are handed on
+    as further outputs: whoever reads them from there leaves it to the backward to add up their gradients.
 
     Args:
-        save, backward (callable): As `torch.library.register_autograd` takes them.
+        save, backward (callable): As `torch.library.register_autograd` takes them; the backward may get gradients of
+            what is handed on, after those of the outputs.
+        handed_on (callable): Gives these, with the same arguments.
     """
 
-    def __init__(self, function: Callable, new_outputs: Callable, save: Callable, backward: Callable):
+    def __init__(
+        self, function: Callable, new_outputs: Callable, save: Callable, backward: Callable, handed_on: Callable
+    ):
         super().__init__(function, new_outputs)
-        self.save, self.backward = save, backward
+        self.save, self.backward, self.handed_on = save, backward, handed_on
         self.typed.register_autograd(backward, setup_context=save)
 
     def __call__(self, *inputs) -> list[Tensor]:
         tensors = _tensors(inputs)
         training = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         if not (training and _is_plain(tensors)):
-            return super().__call__(*inputs, training)
+            # a typed operation may not return its inputs
+            return [*super().__call__(*inputs, training), *self.handed_on(*inputs)]
         lengths = tuple(len(x) if isinstance(x, list) else None for x in inputs)
         flat = [x for entry in inputs for x in (entry if isinstance(entry, list) else [entry])]
         return list(_PlainFunction.apply(self, lengths, *flat))
@@ -1262,7 +1279,7 @@ class _PlainFunction(torch.autograd.Function):
         outputs = operation.function(*inputs, True)
         operation.save(ctx, (*inputs, True), output=outputs)
         ctx.operation = operation
-        return tuple(outputs)
+        return *outputs, *operation.handed_on(*inputs)
 
     @staticmethod
     @once_differentiable
@@ -1297,7 +1314,7 @@ def _backward_attn_res(ctx, grads):
 def _save_phase_1(ctx, inputs, output):
     sources, queries, gains, _, training = inputs
     ctx.set_materialize_grads(False)
-    ctx.numbers = len(sources), len(queries)
+    ctx.numbers = len(sources), len(queries), len(output)
     if training:
         ctx.mark_non_differentiable(output[-1])
         ctx.save_for_backward(output[-1], *sources, *queries, *gains)
@@ -1305,14 +1322,19 @@ def _save_phase_1(ctx, inputs, output):
 
 def _backward_phase_1(ctx, grads):
     scalars, *saved = ctx.saved_tensors
-    n, sites = ctx.numbers
+    n, sites, outputs = ctx.numbers
     sources, queries, gains = saved[:n], saved[n : n + sites], saved[n + sites :]
     output_grads = [torch.zeros_like(sources[0]) if grad is None else grad for grad in grads[:sites]]
     log_sum_exp_grads = [
         torch.zeros_like(sources[0][..., 0], dtype=torch.float32) if grad is None else grad
         for grad in grads[sites : 2 * sites]
     ]
-    grads = _attn_res_phase_1_backward(output_grads, log_sum_exp_grads, sources, queries, gains, scalars)
+    added = list(grads[outputs:])
+    if any(grad is not None for grad in added):
+        added = [torch.zeros_like(sources[0]) if grad is None else grad for grad in added]
+    else:
+        added = []
+    grads = _attn_res_phase_1_backward(output_grads, log_sum_exp_grads, added, sources, queries, gains, scalars)
     parameter_grads = [list(grad.unbind(0)) for grad in grads[n:]]
     return grads[:n], parameter_grads[0], parameter_grads[1] if gains else [], None, None
 
@@ -1330,7 +1352,8 @@ def _save_phase_2(ctx, inputs, output):
 
 def _backward_phase_2(ctx, grads):
     output, partial, query, gain, bias, output_norm, scalars, *sources = ctx.saved_tensors
-    partial_grad, mixed_grad = grads[:2] if ctx.has_update else (None, grads[0])
+    # without an update the sum is handed on, after the mix and the scalars
+    partial_grad, mixed_grad = grads[:2] if ctx.has_update else (grads[2] if len(grads) > 2 else None, grads[0])
     if mixed_grad is None:
         mixed_grad = torch.zeros_like(partial)
     output_grad, log_sum_exp_grad, partial_grad, *grads = _attn_res_phase_2_backward(
@@ -1364,7 +1387,7 @@ _attn_res_backward = _Operation(
 )
 _attn_res_phase_1_backward = _Operation(
     attn_res_phase_1_backward,
-    lambda output_grads, log_sum_exp_grads, sources, queries, gains, scalars: [
+    lambda output_grads, log_sum_exp_grads, added_grads, sources, queries, gains, scalars: [
         *map(_new_like, sources),
         *_new_parameter_grads(torch.stack(queries), torch.stack(gains) if gains else None),
     ],
@@ -1381,16 +1404,19 @@ run_attn_res = _DifferentiableOperation(
     lambda sources, query, gain, bias, output_norm, eps, factor, training: _new_mix(sources, training),
     _save_attn_res,
     _backward_attn_res,
+    lambda *inputs: [],
 )
 run_attn_res_phase_1 = _DifferentiableOperation(
     attn_res_phase_1_forward,
     lambda sources, queries, gains, eps, training: _new_phase_1(sources, len(queries), training),
     _save_phase_1,
     _backward_phase_1,
+    lambda sources, *_: sources,
 )
 run_attn_res_phase_2 = _DifferentiableOperation(
     attn_res_phase_2_forward,
     lambda output, log_sum_exp, partial, update, *rest: _new_phase_2(partial, update, rest[-1]),
     _save_phase_2,
     _backward_phase_2,
+    lambda output, log_sum_exp, partial, update, *_: [partial] if update is None else [],
 )

@@ -20,7 +20,7 @@ def draw(*shape, seed=0, dtype=torch.bfloat16, device="cuda"):
 def run(sources, queries, gains, norms, impl, recompute=False):
     """Outputs and gradients of a block whose sub-layers shift the features."""
     leaves = [*sources, *queries, *gains, *norms]
-    outputs, log_sum_exps = attn_res_phase_1(sources, queries, gains, eps=EPS, impl=impl)
+    outputs, log_sum_exps, sources = attn_res_phase_1(sources, queries, gains, eps=EPS, impl=impl)
     partial, update, mixes = None, outputs[0].roll(1, -1), []
     for site in range(1, len(queries)):
         partial, mixed = attn_res_phase_2(
@@ -64,7 +64,7 @@ def test_offsets_beyond_32_bits():
     query, gain = draw(hidden_size, seed=5), draw(hidden_size, seed=6)
 
     def last_rows(sources):
-        (output,), (log_sum_exp,) = attn_res_phase_1(sources[:1], [query], [gain], eps=EPS, impl="triton")
+        (output,), (log_sum_exp,), _ = attn_res_phase_1(sources[:1], [query], [gain], eps=EPS, impl="triton")
         partial, mixed = attn_res_phase_2(
             output, log_sum_exp, sources[0], sources[1], query, gain, eps=EPS, num_sources=2, impl="triton"
         )
@@ -89,7 +89,7 @@ def test_compiled(recompute):
     tensors += [[draw(256, seed=10 * k + i) for i in range(3)] for k in (1, 2, 3)]
 
     def block(sources, queries, gains, norms):
-        outputs, log_sum_exps = attn_res_phase_1(sources, queries, gains, eps=EPS, impl="triton")
+        outputs, log_sum_exps, sources = attn_res_phase_1(sources, queries, gains, eps=EPS, impl="triton")
         partial, mixed = attn_res_phase_2(
             *(outputs[1], log_sum_exps[1], None, outputs[0], queries[1], gains[1]),
             eps=EPS,

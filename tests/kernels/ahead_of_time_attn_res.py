@@ -54,7 +54,7 @@ def launches_of(hidden_size, sources, sites, dtype, extras, recomputed):
         _, scalars = k.attn_res_forward(values, *one, 1e-6, 1, True)
         k.attn_res_backward(values[0], values, *one, scalars, 1e-6, 1)
         outputs = k.attn_res_phase_1_forward(values, *every, 1e-6, True)
-        k.attn_res_phase_1_backward(outputs[:sites], outputs[sites:-1], values, *every, outputs[-1])
+        k.attn_res_phase_1_backward(outputs[:sites], outputs[sites:-1], values if extras else [], values, *every, outputs[-1])
         phase_2 = (values[0], log_sum_exp, values[0], values[0], *one, [])
         *_, scalars = k.attn_res_phase_2_forward(*phase_2, 1e-6, 1, True)
         kept = (None, values) if recomputed else (values[0], [])
