@@ -23,8 +23,6 @@ from .harness import Measurement, environment, measure, release_memory, write_re
 EPS = 1e-6
 # tokens, hidden size, sub-layers, sub-layers of a block
 STACKS = {"2k": (16384, 2048, 32, 8), "4k": (8192, 4096, 96, 12)}
-# of the finished blocks, phase 2's backward reads this many again instead of one kept mix of them
-RECOMPUTED_SOURCES = 4
 
 
 class Site:
@@ -55,7 +53,7 @@ def two_phases(
     sites: list[Site],
     block_size: int,
     *,
-    recomputed: int = RECOMPUTED_SOURCES,
+    recomputed: bool = True,
     impl: str = "triton",
     sub_layer: Callable[[Tensor], Tensor] = sub_layer,
 ) -> Tensor:
@@ -77,7 +75,7 @@ def two_phases(
                 *(output, log_sum_exp, partial_sum, update, *site.parameters),
                 eps=EPS,
                 num_sources=len(blocks) + 1,
-                sources=blocks if len(blocks) <= recomputed else None,
+                sources=blocks if recomputed else None,
                 impl=impl,
             )
             update = sub_layer(hidden)
@@ -129,7 +127,7 @@ def flash_attn_res(x: Tensor, sites: list[Site], block_size: int) -> Tensor:
 WAYS = {
     "plain residual": plain_residual,
     "depthmix": two_phases,
-    "depthmix, kept": partial(two_phases, recomputed=0),
+    "depthmix, kept": partial(two_phases, recomputed=False),
     "liger-kernel": partial(single_sites, mix=mix_liger),
     "fla-core": partial(single_sites, mix=mix_fla),
     "flash-attn-res": flash_attn_res,
@@ -154,10 +152,10 @@ def check_function() -> None:
         grad = torch.randn_like(x)
         results = {}
         for name, to, impl, recomputed in (
-            ("exact", torch.float64, "reference", 0),
-            ("reference", dtype, "reference", 0),
-            ("kept", dtype, "triton", 0),
-            ("recomputed", dtype, "triton", 4),
+            ("exact", torch.float64, "reference", False),
+            ("reference", dtype, "reference", False),
+            ("kept", dtype, "triton", False),
+            ("recomputed", dtype, "triton", True),
         ):
             copies = [site.parameters for site in sites]
             leaves = [tensor.detach().to(to).requires_grad_() for tensor in (x, *itertools.chain(*copies))]

@@ -110,6 +110,7 @@ class AttnResMixer(nn.Module):
                 gain,
                 bias=self.recency_bias,
                 num_sources=len(sources) + 1,
+                sources=sources,
                 scale=self.scale,
                 output_norm_weight=output_norm_weight,
                 **options,

@@ -15,6 +15,7 @@ from .attn_res_reference import (
 )
 from .attn_res_triton import (
     MAX_SITES,
+    RECOMPUTED_SOURCES,
     attn_res_obstacle,
     max_sources,
     run_attn_res,
@@ -199,8 +200,8 @@ def attn_res_phase_2(
         num_sources (`int`):
             The number of sources of the site, the running sum included; the factor of `scale="sum"`.
         sources (sequence of `torch.Tensor` of shape `[..., d]`, *optional*):
-            Those of phase 1. Where they are given, the kernel keeps them for the backward instead of `output`, and
-            computes it again: as fast for a few sources, and no memory besides the sources themselves.
+            Those of phase 1. If there are only a few, the kernel keeps them for the backward instead of `output`, and
+            computes it again: nearly as fast, and no memory besides the sources themselves.
 
     Returns:
         The new running sum, in the dtype of `partial + update`, and the mix, in the dtype of `output + partial`; both
@@ -278,7 +279,8 @@ def _phase_2(output, log_sum_exp, partial, update, parameters, sources, eps, fac
         update = None
     else:
         new_partial = None
-    kept = [] if sources is None or len(sources) > max_sources(output.shape[-1]) else list(sources)
+    few = min(RECOMPUTED_SOURCES, max_sources(output.shape[-1]))
+    kept = [] if sources is None or len(sources) > few else list(sources)
     outputs = run_attn_res_phase_2(
         *(output, log_sum_exp, partial, update, *parameters),
         *([source.to(output.dtype) for source in kept], eps, factor),

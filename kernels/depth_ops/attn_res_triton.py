@@ -775,6 +775,8 @@ MANY_TOKENS = 256
 MAX_SOURCES = 16
 MAX_SITES = 16
 MAX_HIDDEN_SIZE = 32768
+# of so many, phase 2's backward reads each again instead of one kept mix
+RECOMPUTED_SOURCES = 4
 MAX_ELEMENTS = 65536
 
 

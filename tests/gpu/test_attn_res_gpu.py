@@ -59,7 +59,7 @@ def test_every_size(hidden_size, sources, recompute):
 
 def test_offsets_beyond_32_bits():
     """The last tokens of a large tensor come out as they do alone."""
-    tokens, hidden_size = 2**31 // 4096 + 17, 4096
+    tokens, hidden_size, last = 2**31 // 4096 + 16, 4096, 512
     large = [draw(tokens, hidden_size, seed=i) for i in range(2)]
     query, gain = draw(hidden_size, seed=5), draw(hidden_size, seed=6)
 
@@ -70,9 +70,9 @@ def test_offsets_beyond_32_bits():
         )
         single = attn_res(sources, query, gain, eps=EPS, impl="triton")
         grads = torch.autograd.grad([mixed, single], sources, [mixed.detach(), single.detach()])
-        return [x[-16:].clone() for x in (partial, mixed, single, *grads)]
+        return [x[-last:].clone() for x in (partial, mixed, single, *grads)]
 
-    expected = last_rows([x.detach()[-16:].requires_grad_() for x in large])
+    expected = last_rows([x.detach()[-last:].requires_grad_() for x in large])
     assert all(torch.equal(*pair) for pair in zip(last_rows(large), expected, strict=True))
 
 
@@ -105,7 +105,8 @@ def test_compiled(recompute):
     for function in (block, torch.compile(block, fullgraph=True)):
         output = function(*tensors)
         results.append([output, *torch.autograd.grad(output, leaves, torch.ones_like(output))])
-    torch.testing.assert_close(*results, atol=2e-2, rtol=2e-2)
+    for ours, expected in zip(*results, strict=True):
+        assert (ours.float() - expected.float()).norm() <= 1e-2 * expected.float().norm()
 
 
 def test_in_a_cuda_graph():
