@@ -171,6 +171,6 @@ CASES = {
     "prefill_128k": partial(prefill, length=131072, warmup=1, repeats=1, models=STOCK_AND_OURS),
     "decode_eager_batch_1": partial(decode, batch=1, compiled=False),
     "decode_eager_batch_32": partial(decode, batch=32, compiled=False),
-    "decode_compiled_batch_1": partial(decode, batch=1, compiled=True, models=STOCK_AND_OURS),
-    "decode_compiled_batch_32": partial(decode, batch=32, compiled=True, models=STOCK_AND_OURS),
+    "decode_compiled_batch_1": partial(decode, batch=1, compiled=True),
+    "decode_compiled_batch_32": partial(decode, batch=32, compiled=True),
 }

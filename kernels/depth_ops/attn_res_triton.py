@@ -321,6 +321,7 @@ if triton is not None:
     def attn_res_phase_1_few_fwd_kernel(
         sources,
         queries,
+        gains,
         outputs,
         log_sum_exps,
         scalars,
@@ -340,7 +341,11 @@ if triton is not None:
         values = ()
         for i in tl.static_range(N):
             values += (_load(sources[i], row_R, valid_R, D, BLOCK_D),)
-        query_D = _load_vector(queries + site * D, D, BLOCK_D)
+        query, _ = _one_of(queries, site, ALIGNMENT)
+        query_D = _load_vector(query, D, BLOCK_D)
+        if len(gains) > 0:
+            gain, _ = _one_of(gains, site, ALIGNMENT)
+            query_D *= _load_vector(gain, D, BLOCK_D)
         mixed, log_sum_exp_R, inverses, logits = _mix(values, query_D, None, eps, D, BLOCK_ROWS, BLOCK_D)
         _store(_one_of(outputs, site, ALIGNMENT), mixed, row_R, valid_R, D, BLOCK_D)
         log_sum_exp, _ = _one_of(log_sum_exps, site, 4)
@@ -376,9 +381,7 @@ if triton is not None:
         squares_T = tl.zeros([BLOCK_T], tl.float32)
         for start in range(0, D, BLOCK_K):
             column_K = start + tl.arange(0, BLOCK_K)
-            value_TK = tl.load(
-                row_T1 + column_K[None, :], mask=valid_T[:, None] & (column_K < D)[None, :], other=0.0
-            )
+            value_TK = tl.load(row_T1 + column_K[None, :], mask=valid_T[:, None] & (column_K < D)[None, :], other=0.0)
             query_SK = _load_queries(queries, site_S, column_K, SITES, D)
             logits_ST = _dot(query_SK, tl.trans(value_TK), logits_ST, PRECISION)
             squares_T += tl.sum(value_TK.to(tl.float32) * value_TK.to(tl.float32), 1)
@@ -432,9 +435,7 @@ if triton is not None:
                 output + (row_R * row_stride)[:, None] + column_D[None, :], mixed * (1.0 / total_R)[:, None], mask=mask
             )
             log_sum_exp, _ = _one_of(log_sum_exps, site, 4)
-            tl.store(
-                log_sum_exp + row_R, highest_R + tl.log(total_R), mask=valid_R & (tl.program_id(1) == 0)
-            )
+            tl.store(log_sum_exp + row_R, highest_R + tl.log(total_R), mask=valid_R & (tl.program_id(1) == 0))
 
     @triton.jit(do_not_specialize=["tokens"])
     def attn_res_phase_1_bwd_kernel(
@@ -492,9 +493,7 @@ if triton is not None:
         mask_JM = (token_J[:, None] == token_M[None, :]) & valid_J[:, None] & valid_M[None, :]
         logits_JM = tl.load(address_M[None, :] + site_J[:, None], mask=mask_JM, other=float("-inf"))
         inverse_M = tl.load(address_M + SITES, mask=valid_M, other=0.0)
-        log_sum_exp_grad_J = tl.load(
-            _address_of_each(log_sum_exp_grads, site_J) + token_J, mask=valid_J, other=0.0
-        )
+        log_sum_exp_grad_J = tl.load(_address_of_each(log_sum_exp_grads, site_J) + token_J, mask=valid_J, other=0.0)
         # of rows without a site any number will do
         highest_J = tl.where(valid_J, tl.max(logits_JM, 1), 0.0)
         odds_JM = tl.exp(logits_JM - highest_J[:, None])
@@ -763,12 +762,12 @@ TILES = {
     "attn_res_phase_2_fwd": Tile(16),
     "attn_res_phase_2_bwd": Tile(16, programs_per_multiprocessor=3, stages=2),
 }
-SCORE_TILE = {"BLOCK_T": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
+SCORE_TILE = {"BLOCK_T": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
 PHASE_1_FWD_TILE = {"BLOCK_ROWS": 1, "BLOCK_D": 2048, "num_warps": 4}
-PHASE_1_BWD_TILE = {"BLOCK_K": 128, "num_warps": 4, "STAGES": 3}
+PHASE_1_BWD_TILE = {"BLOCK_K": 64, "num_warps": 2, "STAGES": 3}
 # pairs of a token and a source of a program, to fill a matrix
 PHASE_1_BWD_ROWS = 16
-QUERY_GRAD_TILE = {"BLOCK_TOKENS": 64, "BLOCK_D": 128, "num_warps": 4, "num_stages": 3}
+QUERY_GRAD_TILE = {"BLOCK_TOKENS": 32, "BLOCK_D": 128, "num_warps": 4, "num_stages": 3}
 # from so many tokens on, phase 1 reads the sources twice instead of once for every site
 MANY_TOKENS = 256
 # of one launch: what a program holds must fit into registers
@@ -875,14 +874,21 @@ def attn_res_phase_1_forward(
     tokens, hidden_size = _tokens(source), source.shape[-1]
     if not tokens:
         return outputs
-    queries = _fold(pseudo_queries, norm_weights)
     results = tuple(map(_argument, outputs[:sites])), tuple((x, 1) for x in outputs[sites : 2 * sites])
     scalars = outputs[-1] if training else None
     with device_of(source):
         if tokens < MANY_TOKENS:
             _, constants, programs = _launch("attn_res_phase_1_few_fwd", source)
+            parameters = [_vector(x) for x in (*pseudo_queries, *norm_weights)]
             attn_res_phase_1_few_fwd_kernel[(programs, sites)](
-                tuple(map(_argument, sources)), queries, *results, scalars, tokens, eps, ALIGNMENT=16, **constants
+                tuple(map(_argument, sources)),
+                *(tuple((x, 1) for x in group) for group in (parameters[:sites], parameters[sites:])),
+                *results,
+                scalars,
+                tokens,
+                eps,
+                ALIGNMENT=min(16 if x.data_ptr() % 16 == 0 else x.element_size() for x in parameters),
+                **constants,
             )
             return outputs
         if scalars is None:
@@ -890,7 +896,7 @@ def attn_res_phase_1_forward(
         sources = _of_equal_strides(sources)
         attn_res_phase_1_score_kernel[(_divide_up(tokens, SCORE_TILE["BLOCK_T"]), len(sources))](
             tuple(map(_argument, sources)),
-            queries,
+            _fold(pseudo_queries, norm_weights),
             scalars,
             tokens,
             eps,
@@ -901,7 +907,10 @@ def attn_res_phase_1_forward(
             PRECISION=_precision(),
             **SCORE_TILE,
         )
-        grid = (_divide_up(tokens, PHASE_1_FWD_TILE["BLOCK_ROWS"]), _divide_up(hidden_size, PHASE_1_FWD_TILE["BLOCK_D"]))
+        grid = (
+            _divide_up(tokens, PHASE_1_FWD_TILE["BLOCK_ROWS"]),
+            _divide_up(hidden_size, PHASE_1_FWD_TILE["BLOCK_D"]),
+        )
         attn_res_phase_1_fwd_kernel[grid](
             tuple(map(_argument, sources)),
             scalars,
@@ -909,7 +918,7 @@ def attn_res_phase_1_forward(
             tokens,
             ALIGNMENT=16,
             D=hidden_size,
-            **PHASE_1_FWD_TILE,
+            **tile,
         )
     return outputs
 
@@ -991,7 +1000,8 @@ def attn_res_phase_2_forward(
 ) -> list[Tensor]:
     """
     The new running sum if there is an update, the mix, and, if `training`, the sum's weight, inverse root mean square
-    and logit, and, if it is normalised, the inverse root mean square of the mix, `[4, T]`. Of `sources` only the backward makes use.
+    and logit, and, if it is normalised, the inverse root mean square of the mix, `[4, T]`. Of `sources` only the
+    backward makes use.
     """
     outputs = _new_phase_2(partial, update, training)
     mixed = outputs[0 if update is None else 1]
