@@ -918,7 +918,7 @@ def attn_res_phase_1_forward(
             tokens,
             ALIGNMENT=16,
             D=hidden_size,
-            **tile,
+            **PHASE_1_FWD_TILE,
         )
     return outputs
 
