@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .depth_implementations import is_recorded, operation_namespace
 from .depth_value_mix_reference import accumulation_dtype
-from .moda_attention_triton import depth_merge_backward, depth_merge_forward
+from .moda_attention_triton import decode_forward, depth_merge_backward, depth_merge_forward
 from .sequence_attention import sequence_attention_backward, sequence_attention_forward
 
 
@@ -35,6 +35,8 @@ def moda_attention_forward(
 ) -> list[Tensor]:
     """Output `[B, H, T, D]` and log-sum-exp `[B, H, T]`; `kernel`: whether Triton works on the slots."""
     keys, values = _joined(depth_keys), _joined(depth_values)
+    if backend == "decode":
+        return decode_forward(query, key, value, keys, values, depth_query, attention_mask, scaling, is_causal)
     with torch.autocast(query.device.type, enabled=False):
         output, log_sum_exp = sequence_attention_forward(
             query, key, value, attention_mask, scaling, is_causal, backend
@@ -245,7 +247,7 @@ moda_attention_op.register_autograd(_backward, setup_context=_save_for_backward)
 
 
 def run_moda_attention(query: Tensor, *arguments) -> list[Tensor]:
-    """The operation; outside of training and tracing what it does itself, since dispatch costs more than it computes."""
+    """The operation, without the dispatcher, which takes time, where nothing is trained or recorded."""
     if torch.is_grad_enabled() or is_recorded() or type(query) is not Tensor:
         return moda_attention_op(query, *arguments)
     return moda_attention_forward(query, *arguments)
