@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .depth_implementations import check_implementation, is_recorded, use_triton
+from .depth_implementations import autocast_dtype, check_implementation, is_recorded, use_triton
 from .depth_value_mix import default_scaling
 from .moda_attention import attend, check_attention, choose
 from .moda_attention_joint import joint_backward, moda_attention_forward, run_moda_attention
@@ -92,9 +92,9 @@ class DepthStream:
             )
         if self.written == self.capacity:
             raise ValueError(f"slots={self.capacity}: all have been written.")
-        index, device = self.written, key.device.type
-        if torch.is_autocast_enabled(device) and key.dtype is not torch.float64:
-            key, value = (x.to(torch.get_autocast_dtype(device)) for x in (key, value))
+        index = self.written
+        if (dtype := autocast_dtype(key)) is not None:
+            key, value = key.to(dtype), value.to(dtype)
         if index == 0 and use_triton(self.impl, "DepthStream", slot_obstacle(key, value)) and not is_recorded():
             self._slots = [x.new_empty((self.capacity, *x.shape)) for x in (key, value)]
         self.written += 1

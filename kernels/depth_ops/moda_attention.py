@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .depth_implementations import plain_tensor_obstacle, use_triton
+from .depth_implementations import autocast_dtype, plain_tensor_obstacle, use_triton
 from .depth_value_mix import default_scaling
 from .moda_attention_joint import run_moda_attention
 from .moda_attention_reference import moda_attention_reference, moda_attention_weights_reference
@@ -229,9 +229,8 @@ def check_attention(
         raise ValueError(f"{tokens} tokens are the last of a sequence of {length}: is_causal needs T <= S.")
     tensors = [query, key, value, *depth_keys, *depth_values]
     tensors += [] if depth_query is None else [depth_query]
-    device = query.device.type
-    if torch.is_autocast_enabled(device) and query.dtype is not torch.float64:
-        tensors = [tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors]
+    if (dtype := autocast_dtype(query)) is not None:
+        tensors = [tensor.to(dtype) for tensor in tensors]
     if len({tensor.dtype for tensor in tensors}) > 1:
         names = ", ".join(sorted({str(tensor.dtype) for tensor in tensors}))
         raise ValueError(f"query, key, value and slots have the dtypes {names}: must be of one.")

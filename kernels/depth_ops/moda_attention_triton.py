@@ -15,7 +15,7 @@ in the kernels R rows of a program, M rows of one key-value head in decoding, on
 import torch
 from torch import Tensor
 
-from .depth_implementations import device_of, multiprocessors, triton_obstacle
+from .depth_implementations import INTERPRETED, device_of, multiprocessors, triton_obstacle
 
 
 try:
@@ -26,6 +26,16 @@ except ImportError:
 
 if triton is not None:
     LOG2_E = tl.constexpr(1.4426950408889634)
+    # whose matrix product takes the bits of bf16 for integers
+    IN_INTERPRETER = tl.constexpr(INTERPRETED)
+
+    @triton.jit
+    def _product(x, y):
+        if IN_INTERPRETER:
+            x = x.to(tl.float32)
+            y = y.to(tl.float32)
+        # not TF32
+        return tl.dot(x, y, input_precision="ieee")
 
     @triton.jit
     def _place(tokens, KV_HEADS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
@@ -104,9 +114,7 @@ if triton is not None:
                 key_RND = tl.load(address, mask=mask, other=0.0)
                 address, mask = _slots(values, place, slot_N, slots, HEAD_DIM, BLOCK_DIM)
                 value_RND = tl.load(address, mask=mask, other=0.0)
-                score_RGN = tl.dot(query_RGD, tl.trans(key_RND, (0, 2, 1)), input_precision="ieee") * (
-                    scaling * LOG2_E
-                )
+                score_RGN = _product(query_RGD, tl.trans(key_RND, (0, 2, 1))) * (scaling * LOG2_E)
                 score_RGN = tl.where((slot_N < slots)[None, None, :], score_RGN, float("-inf"))
                 previous_RG = highest_RG
                 highest_RG = tl.maximum(previous_RG, tl.max(score_RGN, 2))
@@ -114,7 +122,7 @@ if triton is not None:
                 odds_RGN = tl.exp2(score_RGN - highest_RG[:, :, None])
                 total_RG = total_RG * kept_RG + tl.sum(odds_RGN, 2)
                 mix_RGD *= kept_RG[:, :, None]
-                mix_RGD += tl.dot(odds_RGN.to(value_RND.dtype), value_RND, input_precision="ieee")
+                mix_RGD += _product(odds_RGN.to(value_RND.dtype), value_RND)
             mix_RGD /= total_RG[:, :, None]
             address_RG, exists_RG = _heads(merged_log_sum_exp, place, member_G, GROUP)
             tl.store(address_RG, (highest_RG + tl.log2(total_RG)) / LOG2_E, mask=exists_RG)
@@ -172,18 +180,16 @@ if triton is not None:
                 key_RND = tl.load(address, mask=mask, other=0.0)
                 address, mask = _slots(values, place, slot_N, slots, HEAD_DIM, BLOCK_DIM)
                 value_RND = tl.load(address, mask=mask, other=0.0)
-                score_RGN = tl.dot(query_RGD, tl.trans(key_RND, (0, 2, 1)), input_precision="ieee") * (
-                    scaling * LOG2_E
-                )
+                score_RGN = _product(query_RGD, tl.trans(key_RND, (0, 2, 1))) * (scaling * LOG2_E)
                 weight_RGN = tl.exp2(score_RGN - log_sum_exp_RG[:, :, None])
                 weight_RGN = tl.where((slot_N < slots)[None, None, :], weight_RGN, 0.0)
-                product_RGN = tl.dot(grad_RGD, tl.trans(value_RND, (0, 2, 1)), input_precision="ieee")
+                product_RGN = _product(grad_RGD, tl.trans(value_RND, (0, 2, 1)))
                 score_grad_RGN = weight_RGN * (product_RGN - delta_RG[:, :, None]) * scaling
                 weight_RGN = weight_RGN.to(grad_RGD.dtype)
                 score_grad_RGN = score_grad_RGN.to(key_RND.dtype)
-                query_grad_RGD += tl.dot(score_grad_RGN, key_RND, input_precision="ieee")
-                key_grad_RND = tl.dot(tl.trans(score_grad_RGN, (0, 2, 1)), query_RGD, input_precision="ieee")
-                value_grad_RND = tl.dot(tl.trans(weight_RGN, (0, 2, 1)), grad_RGD, input_precision="ieee")
+                query_grad_RGD += _product(score_grad_RGN, key_RND)
+                key_grad_RND = _product(tl.trans(score_grad_RGN, (0, 2, 1)), query_RGD)
+                value_grad_RND = _product(tl.trans(weight_RGN, (0, 2, 1)), grad_RGD)
                 if ADD_SLOT_GRADS:
                     # the first heads have begun all of them
                     new = fresh if chunk == 0 else 0
@@ -206,7 +212,7 @@ if triton is not None:
     def _attend(query_MD, key_ND, value_ND, visible_MN, bias_MN, state, scaling):
         """Adds columns to an online softmax: the highest score, the total, and the mix of each row."""
         highest_M, total_M, mix_MD = state
-        score_MN = tl.dot(query_MD, tl.trans(key_ND), input_precision="ieee") * scaling
+        score_MN = _product(query_MD, tl.trans(key_ND)) * scaling
         if bias_MN is not None:
             score_MN += bias_MN
         score_MN = tl.where(visible_MN, score_MN * LOG2_E, float("-inf"))
@@ -216,7 +222,7 @@ if triton is not None:
         shift_M = tl.where(highest_M == float("-inf"), 0.0, highest_M)
         kept_M = tl.exp2(previous_M - shift_M)
         odds_MN = tl.exp2(score_MN - shift_M[:, None])
-        mix_MD = mix_MD * kept_M[:, None] + tl.dot(odds_MN.to(value_ND.dtype), value_ND, input_precision="ieee")
+        mix_MD = mix_MD * kept_M[:, None] + _product(odds_MN.to(value_ND.dtype), value_ND)
         return highest_M, total_M * kept_M + tl.sum(odds_MN, 1), mix_MD
 
     @triton.jit
@@ -278,14 +284,12 @@ if triton is not None:
             visible_MN = exists_M[:, None] & exists_N[None, :]
             bias_MN = None
             if mask is not None:
-                address_M = mask[0] + batch * mask[1] + head_M * mask[2] + token_M.to(tl.int64) * mask[3]
-                address_MN = address_M[:, None] + offset_N[None, :] * mask[4]
-                bias_MN = tl.load(address_MN, mask=visible_MN, other=0)
-                if mask[0].dtype.element_ty == tl.int1:
-                    visible_MN = visible_MN & (bias_MN != 0)
-                    bias_MN = None
+                mask_MN = mask[0] + (batch * mask[1] + head_M * mask[2] + token_M.to(tl.int64) * mask[3])[:, None]
+                mask_MN = tl.load(mask_MN + offset_N[None, :] * mask[4], mask=visible_MN, other=0)
+                if mask_MN.dtype == tl.int1:
+                    visible_MN = visible_MN & mask_MN
                 else:
-                    bias_MN = bias_MN.to(tl.float32)
+                    bias_MN = mask_MN.to(tl.float32)
             elif IS_CAUSAL:
                 visible_MN = visible_MN & (column_N[None, :] <= token_M[:, None] + (length - tokens))
             state = _attend(query_MD, key_ND, value_ND, visible_MN, bias_MN, state, scaling)
