@@ -272,13 +272,13 @@ def _attend_to_shared(
     trained = torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in (query, key, value, depth_query, *handle)
     )
-    kernel, backend = choose(*inputs, is_causal, trained, stream.impl)
-    if backend == "reference":
+    implementation = choose(*inputs, trained, stream.impl)
+    if implementation == "reference":
         raise RuntimeError(
             "The slots of this stream are shared by kernels, which do not support a mask with a gradient, other "
             "devices, or transforms of torch.func: ask for impl='reference'."
         )
-    constants = (default_scaling(query, scaling), is_causal, backend, kernel)
+    constants = (default_scaling(query, scaling), is_causal, implementation)
     if not trained:
         stream._join_backward()
         return run_moda_attention(*inputs, *constants)

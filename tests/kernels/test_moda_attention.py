@@ -457,6 +457,26 @@ def test_weights_are_those_of_the_output():
     torch.testing.assert_close(moda_attention(**tensors), mixed.flatten(1, 2))
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("tokens, length", [(5, 5), (3, 8), (1, 4)])
+@pytest.mark.parametrize("forward, backward", [("cpu", "math"), ("math", "cpu")])
+def test_any_backward_follows_any_forward(forward, backward, tokens, length, masked):
+    """What `sequence_attention` can do without a GPU."""
+    query, key, value, grad = (
+        draw(2, h, t, 8, seed=i) for i, (h, t) in enumerate([(4, tokens), *[(2, length)] * 2, (4, tokens)])
+    )
+    mask = random_mask(2, 1, 3, 8)[:, :, :tokens, :length] if masked and tokens != 5 else None
+    results = []
+    for backends in ((forward, backward), ("math", "math")):
+        arguments = (mask, 0.3, True)
+        output, lse = sequence_attention.sequence_attention_forward(query, key, value, *arguments, backends[0])
+        grads = sequence_attention.sequence_attention_backward(
+            grad, query, key, value, output, lse, *arguments, backends[1]
+        )
+        results.append(dict(enumerate([output, lse, *grads])))
+    assert_close_to(*results, 1e-5)
+
+
 @pytest.mark.parametrize("backend", ["cudnn", "flash", "math"])
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_kernels_of_torch_are_called_as_they_declare(backend, tokens):
@@ -471,12 +491,12 @@ def test_kernels_of_torch_are_called_as_they_declare(backend, tokens):
     assert [grad.shape for grad in grads] == [query.shape, key.shape, key.shape]
 
 
-@pytest.mark.parametrize("kernel", [False, pytest.param(True, marks=needs_triton)])
-def test_typed_operation(kernel):
+@pytest.mark.parametrize("implementation", ["torch", pytest.param("triton", marks=needs_triton)])
+def test_typed_operation(implementation):
     tensors = {name: tensor.requires_grad_() for name, tensor in inputs(other_query=True).items()}
     query, key, value, keys, values, depth_query = tensors.values()
     for slots, other in (([], []), ([keys[:1], keys[1:]], [values[:1], values[1:]])):
-        arguments = (query, key, value, slots, other, depth_query, random_mask(), 0.5, True, "math", kernel)
+        arguments = (query, key, value, slots, other, depth_query, random_mask(), 0.5, True, implementation)
         torch.library.opcheck(moda_attention_joint.moda_attention_op, arguments)
 
 
