@@ -77,6 +77,24 @@ def check_function() -> None:
     cache = DynamicCache(config=mixing.config)
     steps = [mixing(ids[:, i : i + 1], past_key_values=cache).logits for i in range(ids.shape[1])]
     require(error(torch.cat(steps, 1), exact) < 1e-4, "decoding with a cache gives the logits of the full forward")
+    if "AttnRes" in SELECTED:
+        results = [logits_and_gradients(impl, ids) for impl in ("triton", "reference")]
+        require(all(error(*pair) < 1e-3 for pair in zip(*results, strict=True)), "the kernels of AttnRes are exact")
+
+
+@torch.enable_grad()
+def logits_and_gradients(impl: str, ids: torch.Tensor) -> list[torch.Tensor]:
+    """Of a small AttnRes model in fp32 whose queries are not zero."""
+    model = build("AttnRes", "1.5b", num_hidden_layers=4, attnres_block_size=3, depth_impl=impl).float()
+    mixers = [parameter for name, parameter in model.named_parameters() if "mixer" in name]
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in mixers:
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    output = model(ids, labels=ids)
+    output.loss.backward()
+    # the first mix is of one source
+    return [output.logits, *(parameter.grad for parameter in mixers[2:]), model.model.embed_tokens.weight.grad]
 
 
 def compare(
