@@ -254,7 +254,11 @@ def _phase_1_in_groups(
     for first in range(0, len(sources), group_size):
         group = sources[first : first + group_size]
         results = run_attn_res_phase_1(group, pseudo_queries, norm_weights, eps)
-        groups.append((results[:sites], results[sites : 2 * sites]))
+        if len(group) == 1:
+            # the mixes of a single source are handed on
+            groups.append((results[-sites - 1 : -1], results[:sites]))
+        else:
+            groups.append((results[:sites], results[sites : 2 * sites]))
         handed_on += results[-len(group) :]
     if len(groups) == 1:
         return *groups[0], handed_on

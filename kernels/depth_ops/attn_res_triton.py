@@ -341,7 +341,7 @@ if triton is not None:
     ):
         """For few tokens, as in decoding: one site each program, all in one launch."""
         N: tl.constexpr = len(sources)
-        SITES: tl.constexpr = len(outputs)
+        SITES: tl.constexpr = len(log_sum_exps)
         row_R = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         valid_R = row_R < tokens
         site = tl.program_id(1)
@@ -354,7 +354,8 @@ if triton is not None:
             gain, _ = _one_of(gains, site, ALIGNMENT)
             query_D *= _load_vector(gain, D, BLOCK_D)
         mixed, log_sum_exp_R, inverses, logits = _mix(values, query_D, None, eps, D, BLOCK_ROWS, BLOCK_D)
-        _store(_one_of(outputs, site, ALIGNMENT), mixed, row_R, valid_R, D, BLOCK_D)
+        if len(outputs) > 0:
+            _store(_one_of(outputs, site, ALIGNMENT), mixed, row_R, valid_R, D, BLOCK_D)
         log_sum_exp, _ = _one_of(log_sum_exps, site, 4)
         tl.store(log_sum_exp + row_R, log_sum_exp_R, mask=valid_R)
         if scalars is not None:
@@ -367,6 +368,7 @@ if triton is not None:
     def attn_res_phase_1_score_kernel(
         sources,
         queries,
+        log_sum_exps,
         scalars,
         tokens,
         eps,
@@ -378,7 +380,10 @@ if triton is not None:
         BLOCK_K: tl.constexpr,
         PRECISION: tl.constexpr,
     ):
-        """The logits of one source at all sites, a matrix product, and its inverse root mean squares."""
+        """
+        The logits of one source at all sites, a matrix product, and its inverse root mean squares. Where there is no
+        other source, the logits are the log-sum-exps.
+        """
         token_T = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
         valid_T = token_T < tokens
         site_S = tl.arange(0, BLOCK_S)
@@ -393,12 +398,12 @@ if triton is not None:
             logits_ST = _dot(query_SK, tl.trans(value_TK), logits_ST, PRECISION)
             squares_T += tl.sum(value_TK.to(tl.float32) * value_TK.to(tl.float32), 1)
         inverse_T = tl.rsqrt(squares_T / D + eps)
+        logits_ST *= inverse_T[None, :]
+        mask_ST = (site_S < SITES)[:, None] & valid_T[None, :]
         address_T = scalars + (tl.program_id(1) * tokens.to(tl.int64) + token_T) * (SITES + 1)
-        tl.store(
-            address_T[None, :] + site_S[:, None],
-            logits_ST * inverse_T[None, :],
-            mask=(site_S < SITES)[:, None] & valid_T[None, :],
-        )
+        tl.store(address_T[None, :] + site_S[:, None], logits_ST, mask=mask_ST)
+        if len(sources) == 1:
+            tl.store(_address_of_each(log_sum_exps, site_S)[:, None] + token_T[None, :], logits_ST, mask=mask_ST)
         tl.store(address_T + SITES, inverse_T, mask=valid_T)
 
     @triton.jit(do_not_specialize=["tokens"])
@@ -873,15 +878,16 @@ def attn_res_phase_1_forward(
     sources: list[Tensor], pseudo_queries: list[Tensor], norm_weights: list[Tensor], eps: float, training: bool
 ) -> list[Tensor]:
     """
-    The mixes of all sites, their log-sum-exps, and, if `training`, logits and inverse root mean squares of the
-    sources, `[N, T, S + 1]`.
+    The mixes of all sites, none of a single source, which is its own mix; their log-sum-exps; and, if `training`,
+    logits and inverse root mean squares of the sources, `[N, T, S + 1]`.
     """
     sites, source = len(pseudo_queries), sources[0]
     outputs = _new_phase_1(sources, sites, training)
     tokens, hidden_size = _tokens(source), source.shape[-1]
     if not tokens:
         return outputs
-    results = tuple(map(_argument, outputs[:sites])), tuple((x, 1) for x in outputs[sites : 2 * sites])
+    first = 0 if len(sources) == 1 else sites
+    results = tuple(map(_argument, outputs[:first])), tuple((x, 1) for x in outputs[first : first + sites])
     scalars = outputs[-1] if training else None
     with device_of(source):
         if tokens < MANY_TOKENS:
@@ -904,6 +910,7 @@ def attn_res_phase_1_forward(
         attn_res_phase_1_score_kernel[(_divide_up(tokens, SCORE_TILE["BLOCK_T"]), len(sources))](
             tuple(map(_argument, sources)),
             _fold(pseudo_queries, norm_weights),
+            results[1],
             scalars,
             tokens,
             eps,
@@ -914,6 +921,8 @@ def attn_res_phase_1_forward(
             PRECISION=_precision(),
             **SCORE_TILE,
         )
+        if len(sources) == 1:
+            return outputs
         grid = (
             _divide_up(tokens, PHASE_1_FWD_TILE["BLOCK_ROWS"]),
             _divide_up(hidden_size, PHASE_1_FWD_TILE["BLOCK_D"]),
@@ -1167,7 +1176,7 @@ def _new_mix(sources: list[Tensor], training: bool) -> list[Tensor]:
 
 def _new_phase_1(sources: list[Tensor], sites: int, training: bool) -> list[Tensor]:
     source = sources[0]
-    outputs = [_new_like(source) for _ in range(sites)]
+    outputs = [_new_like(source) for _ in range(0 if len(sources) == 1 else sites)]
     outputs += [_new_scalars(source) for _ in range(sites)]
     if training:
         outputs.append(_new_phase_1_scalars(sources, sites))
@@ -1338,16 +1347,18 @@ def _backward_phase_1(ctx, grads):
     scalars, *saved = ctx.saved_tensors
     n, sites, outputs = ctx.numbers
     sources, queries, gains = saved[:n], saved[n : n + sites], saved[n + sites :]
-    output_grads = [torch.zeros_like(sources[0]) if grad is None else grad for grad in grads[:sites]]
-    log_sum_exp_grads = [
-        torch.zeros_like(sources[0][..., 0], dtype=torch.float32) if grad is None else grad
-        for grad in grads[sites : 2 * sites]
-    ]
-    added = list(grads[outputs:])
-    if any(grad is not None for grad in added):
-        added = [torch.zeros_like(sources[0]) if grad is None else grad for grad in added]
+    if n == 1:
+        # its mixes are handed on, like itself
+        handed_on = grads[outputs:] or (None,) * (sites + 1)
+        grads = handed_on[:sites], grads[:sites], handed_on[sites:]
     else:
-        added = []
+        grads = grads[:sites], grads[sites : 2 * sites], grads[outputs:]
+    output_grads = [torch.zeros_like(sources[0]) if grad is None else grad for grad in grads[0]]
+    log_sum_exp_grads = [
+        torch.zeros_like(sources[0][..., 0], dtype=torch.float32) if grad is None else grad for grad in grads[1]
+    ]
+    added = list(grads[2]) if any(grad is not None for grad in grads[2]) else []
+    added = [torch.zeros_like(sources[0]) if grad is None else grad for grad in added]
     grads = _attn_res_phase_1_backward(output_grads, log_sum_exp_grads, added, sources, queries, gains, scalars)
     parameter_grads = [list(grad.unbind(0)) for grad in grads[n:]]
     return grads[:n], parameter_grads[0], parameter_grads[1] if gains else [], None, None
@@ -1425,7 +1436,7 @@ run_attn_res_phase_1 = _DifferentiableOperation(
     lambda sources, queries, gains, eps, training: _new_phase_1(sources, len(queries), training),
     _save_phase_1,
     _backward_phase_1,
-    lambda sources, *_: sources,
+    lambda sources, queries, *_: sources if len(sources) > 1 else sources * (len(queries) + 1),
 )
 run_attn_res_phase_2 = _DifferentiableOperation(
     attn_res_phase_2_forward,
