@@ -715,8 +715,10 @@ class TestStream:
     def test_shared_slots_have_one_shape(self):
         stream, slot = DepthStream(2, impl="triton"), draw(2, 5, 2, 8)
         handle = stream.write(stream.handle, slot, slot)
-        with pytest.raises(ValueError, match=r"key has shape \[2, 4, 2, 8\]: must be that of the slots before"):
+        with pytest.raises(ValueError, match=r"key has shape \[2, 4, 2, 8\] and dtype torch.float32, .* slots before"):
             stream.write(handle, slot[:, :4], slot[:, :4])
+        with pytest.raises(ValueError, match=r"value torch.float16: must be those of the slots before"):
+            stream.write(handle, slot, slot.half())
         with pytest.raises(RuntimeError, match="impl='triton'"):
             stream = DepthStream(2, impl="triton")
             stream.write(stream.handle, slot.double(), slot.double())
