@@ -444,6 +444,25 @@ def test_decoding_takes_its_own_kernel(monkeypatch):
         moda_attention(**inputs(tokens=17, length=20), impl="triton")
 
 
+@needs_triton
+def test_decoding_compiles_without_breaks():
+    """With slots as a stream hands them over while it is compiled, each by itself."""
+    tensors = inputs(tokens=1, length=20)
+
+    def decode(query, key, value, depth_keys, depth_values):
+        stream = DepthStream(3, impl="triton")
+        handle = stream.handle
+        for i in range(3):
+            handle = stream.write(handle, depth_keys[i], depth_values[i])
+        return moda_attention_over_stream(query, key, value, stream, handle, start=0, stop=3)
+
+    compiled = torch.compile(decode, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        expected = moda_attention(**tensors, impl="reference")
+        for call in (decode, compiled):
+            torch.testing.assert_close(call(*tensors.values()), expected)
+
+
 def test_weights_are_those_of_the_output():
     tensors = inputs(other_query=True)
     weights = moda_attention_weights(
