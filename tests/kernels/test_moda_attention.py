@@ -444,6 +444,25 @@ def test_decoding_takes_its_own_kernel(monkeypatch):
         moda_attention(**inputs(tokens=17, length=20), impl="triton")
 
 
+@needs_triton
+def test_decoding_compiles_without_breaks():
+    """With slots as a stream hands them over while it is compiled, each by itself."""
+    tensors = inputs(tokens=1, length=20)
+
+    def decode(query, key, value, depth_keys, depth_values):
+        stream = DepthStream(3, impl="triton")
+        handle = stream.handle
+        for i in range(3):
+            handle = stream.write(handle, depth_keys[i], depth_values[i])
+        return moda_attention_over_stream(query, key, value, stream, handle, start=0, stop=3)
+
+    compiled = torch.compile(decode, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        expected = moda_attention(**tensors, impl="reference")
+        for call in (decode, compiled):
+            torch.testing.assert_close(call(*tensors.values()), expected)
+
+
 def test_weights_are_those_of_the_output():
     tensors = inputs(other_query=True)
     weights = moda_attention_weights(
@@ -715,8 +734,10 @@ class TestStream:
     def test_shared_slots_have_one_shape(self):
         stream, slot = DepthStream(2, impl="triton"), draw(2, 5, 2, 8)
         handle = stream.write(stream.handle, slot, slot)
-        with pytest.raises(ValueError, match=r"key has shape \[2, 4, 2, 8\]: must be that of the slots before"):
+        with pytest.raises(ValueError, match=r"key has shape \[2, 4, 2, 8\] and dtype torch.float32, .* slots before"):
             stream.write(handle, slot[:, :4], slot[:, :4])
+        with pytest.raises(ValueError, match=r"value torch.float16: must be those of the slots before"):
+            stream.write(handle, slot, slot.half())
         with pytest.raises(RuntimeError, match="impl='triton'"):
             stream = DepthStream(2, impl="triton")
             stream.write(stream.handle, slot.double(), slot.double())
