@@ -569,9 +569,12 @@ def tile(direction: str, block_group: int, block_dim: int, element_size: int) ->
     """Rows and slots of a program, warps, and stages of its loop."""
     if element_size == 4:
         return max(1, 64 // block_dim), 16, 4, 1
-    rows = max(1, 4096 // (block_group * block_dim))
-    slots = 32 if direction == "fwd" and block_group * block_dim <= 1024 else 16
-    return rows, slots, 4, 2
+    # measured on an H200: a warp for every 16 heads of a token is best as long as they fit into its registers
+    size = block_group * block_dim
+    if size > 2048:
+        return 1, 16, 4, 2
+    rows = max(1, 2048 // size)
+    return rows, 32 if direction == "fwd" and size <= 1024 else 16, rows * block_group // 16, 2
 
 
 def _block(size: int) -> int:
