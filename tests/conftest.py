@@ -25,8 +25,12 @@ from transformers.utils import logging
 from depthmix import (
     AttnResForCausalLM,
     AttnResForSequenceClassification,
+    DenseFormerForCausalLM,
+    DenseFormerForSequenceClassification,
     DepthQwen3ForCausalLM,
     DepthQwen3ForSequenceClassification,
+    MHCForCausalLM,
+    MHCForSequenceClassification,
 )
 from depthmix.kernels import depth_implementations
 
@@ -68,6 +72,9 @@ class Family:
     # names of the modules that a vanilla model does not have, and the one of them that has nothing to mix
     own_modules: tuple[str, ...] = ()
     idle_module: str | None = None
+    # whether it returns depth weights, and whether layers hand tensors on besides the hidden states
+    has_depth_weights: bool = True
+    has_sources: bool = True
 
     @property
     def densest(self) -> dict:
@@ -78,7 +85,7 @@ class Family:
         return not set(self.own_modules).isdisjoint(parameter_name.split("."))
 
     def is_idle(self, parameter_name: str) -> bool:
-        """Whether its gradient is zero, since there is nothing to mix."""
+        """Whether its gradient is zero, or nothing but rounding, since there is nothing to mix."""
         return self.idle_module is not None and f"{self.idle_module}." in parameter_name
 
 
@@ -110,6 +117,32 @@ FAMILIES = {
         fresh_is_vanilla=True,
         own_modules=("attn_mixer", "mlp_mixer", "output_mixer"),
         idle_module="layers.0.attn_mixer",
+    ),
+    "denseformer": Family(
+        head=DenseFormerForCausalLM,
+        classifier=DenseFormerForSequenceClassification,
+        vanilla=Qwen3ForCausalLM,
+        # not every layer has an average
+        reader=lambda layer: layer,
+        count_sources=lambda args, kwargs: len(args) - 1,
+        patterns={"every": {}, "spaced": {"dwa_dilation": 2, "dwa_period": 2}},
+        fresh_is_vanilla=True,
+        own_modules=("depth_average",),
+        has_depth_weights=False,
+    ),
+    "mhc": Family(
+        head=MHCForCausalLM,
+        classifier=MHCForSequenceClassification,
+        vanilla=Qwen3ForCausalLM,
+        reader=lambda layer: layer.mlp_connection,
+        count_sources=lambda args, kwargs: args[0].shape[-2],
+        patterns={"streams": {"mhc_num_streams": 3, "mhc_sinkhorn_iters": 4}},
+        fresh_is_vanilla=True,
+        own_modules=("attn_connection", "mlp_connection", "stream_readout"),
+        # the streams are equal there
+        idle_module="layers.0.attn_connection",
+        has_depth_weights=False,
+        has_sources=False,
     ),
 }
 
@@ -166,7 +199,7 @@ def build():
         model = model_class(model_class.config_class(**(TINY | fields)))
         with torch.no_grad():
             for parameter in model.parameters():
-                if parameter.ndim == 1:
+                if parameter.ndim == 1 or not parameter.any():
                     parameter.add_(0.3 * torch.randn_like(parameter))
         return model.eval()
 
