@@ -87,6 +87,13 @@ def _make_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--attnres-scale", choices=("mean", "sum"), help="average of the sources, or times their number"
     )
+    command.add_argument("--dwa-dilation", type=int, metavar="N", help="an average reads every N-th layer")
+    command.add_argument("--dwa-period", type=int, metavar="N", help="there is an average after every N-th layer")
+    command.add_argument("--mhc-num-streams", type=int, metavar="N", help="number of residual streams")
+    command.add_argument("--mhc-sinkhorn-iters", type=int, metavar="N", help="Sinkhorn iterations")
+    command.add_argument(
+        "--mhc-sinkhorn-order", choices=("columns_first", "rows_first"), help="by which sums they divide first"
+    )
     command.add_argument("--dtype", choices=DTYPES, help="dtype of the result (default: that of each tensor)")
     command.add_argument(
         "--shard-size", default="5GB", metavar="SIZE", help="most bytes per file (default: %(default)s)"
