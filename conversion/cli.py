@@ -76,6 +76,7 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--depth-stride", type=int, metavar="N", help="every N-th layer is a source; 0: no mixing")
     command.add_argument("--depth-window", type=int, metavar="N", help="so many most recent layers are sources too")
+    command.add_argument("--num-loops", type=int, metavar="N", help="how many times the stack of layers runs")
     command.add_argument(
         "--key-norm-position", choices=("before_rope", "after_rope"), help="order of key norm and rotation"
     )

@@ -15,7 +15,7 @@ from .source_layouts import common_refusals, read_switch
 from .weight_maps import BASE_MODEL, CAUSAL_LM, RELEASED_LLAMA
 
 
-OPTIONS = ("depth_stride", "depth_window", "key_norm_position")
+OPTIONS = ("depth_stride", "depth_window", "key_norm_position", "num_loops")
 
 # say what a file is, not how the model computes
 _IDENTITY_KEYS = ("model_type", "architectures", "auto_map", "transformers_version", "_name_or_path")
@@ -33,7 +33,9 @@ def from_qwen3(source: dict[str, Any], options: dict[str, Any]) -> TranslatedCon
         warnings.append(
             f"key_norm_position={config.key_norm_position!r}: Qwen3 weights are trained with 'before_rope'."
         )
-    if any(config.depth_sources) or config.key_norm_position != "before_rope":
+    if config.num_loops > 1:
+        note = "The converted model runs the layers of the vanilla checkpoint several times. Fine-tune it before use."
+    elif any(config.depth_sources) or config.key_norm_position != "before_rope":
         note = (
             "The converted model computes another function than the vanilla checkpoint: mixing over depth has no "
             "parameters that could switch it off at the start. Fine-tune it before use. With depth_stride=0 and "
@@ -89,7 +91,7 @@ def _from_llama(
         problems.append("use_qk_norm is false: DepthQwen3 always normalises queries and keys")
     check_llama(source, "DepthQwen3", _REFUSED_KEYS, problems)
 
-    trained = {**trained, "key_norm_position": "after_rope"}
+    trained = {**trained, "key_norm_position": "after_rope", "num_loops": 1}
     stock_config = read_stock(LlamaConfig, source)
     carried = carried_fields(stock_config, Qwen3Config)
     as_trained = _depth_config({**carried, **trained})

@@ -68,6 +68,7 @@ def convert(
     to: str = "depth_qwen3",
     depth_stride: int | None = None,
     depth_window: int | None = None,
+    num_loops: int | None = None,
     key_norm_position: str | None = None,
     attnres_variant: str | None = None,
     attnres_block_size: int | None = None,
@@ -105,9 +106,9 @@ def convert(
             Folder of the result, not the current one. It must not exist or be empty, unless `overwrite` is set.
         to (`str`, *optional*, defaults to `"depth_qwen3"`):
             Model type of the result.
-        depth_stride (`int`, *optional*), depth_window (`int`, *optional*):
+        depth_stride (`int`, *optional*), depth_window (`int`, *optional*), num_loops (`int`, *optional*):
             Fields of [`DepthQwen3Config`]. Left out, they are what the released weights were trained with, and for
-            Qwen3 half the number of layers and 0.
+            Qwen3 half the number of layers, 0 and 1.
         attnres_variant (`str`, *optional*), attnres_block_size (`int`, *optional*), attnres_scale (`str`, *optional*):
             Fields of [`AttnResConfig`]. Left out, they are what the released weights were trained with, and for
             vanilla sources `"block"`, 8 blocks and `"sum"`, with which the function stays the same.
@@ -156,6 +157,7 @@ def convert(
     options = {
         "depth_stride": depth_stride,
         "depth_window": depth_window,
+        "num_loops": num_loops,
         "key_norm_position": key_norm_position,
         "attnres_variant": attnres_variant,
         "attnres_block_size": attnres_block_size,
