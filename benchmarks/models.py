@@ -7,7 +7,16 @@ from functools import partial
 import torch
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM, StaticCache
 
-from depthmix import AttnResConfig, AttnResForCausalLM, DepthQwen3Config, DepthQwen3ForCausalLM
+from depthmix import (
+    AttnResConfig,
+    AttnResForCausalLM,
+    DenseFormerConfig,
+    DenseFormerForCausalLM,
+    DepthQwen3Config,
+    DepthQwen3ForCausalLM,
+    MHCConfig,
+    MHCForCausalLM,
+)
 
 from .harness import Measurement, measure, release_memory
 
@@ -18,24 +27,28 @@ SIZES = {
     "1.5b": {"hidden_size": 1536, "num_attention_heads": 24, "num_key_value_heads": 6, "intermediate_size": 5184},
     "3b": {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 6912},
 }
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TRAIN_BATCH = {"1.5b": 8, "3b": 4}
 MODELS = {
     "stock Qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
     "fused vanilla": (DepthQwen3ForCausalLM, DepthQwen3Config, {"depth_stride": 0}),
     "Depth-Attention": (DepthQwen3ForCausalLM, DepthQwen3Config, {}),
     "AttnRes": (AttnResForCausalLM, AttnResConfig, {"attnres_variant": "block"}),
+    "AttnRes Full": (AttnResForCausalLM, AttnResConfig, {"attnres_variant": "full"}),
+    "DenseFormer": (DenseFormerForCausalLM, DenseFormerConfig, {}),
+    "mHC": (MHCForCausalLM, MHCConfig, {}),
 }
 
 
-# those to be measured; the first of them is the yardstick
-SELECTED = list(MODELS)
+# those to be measured unless others are asked for; the first of them is the yardstick
+SELECTED = ["stock Qwen3", "fused vanilla", "Depth-Attention", "AttnRes"]
 
 
 def build(model: str, size: str, **fields):
-    """The model in bf16 on the GPU, with random weights from a fixed seed."""
+    """The model in bf16, on the GPU if there is one, with random weights from a fixed seed."""
     model_class, config_class, extra = MODELS[model]
     torch.manual_seed(0)
-    with torch.device("cuda"):
+    with torch.device(DEVICE):
         torch.set_default_dtype(torch.bfloat16)
         try:
             return model_class(config_class(**SHARED | SIZES[size] | extra | fields))
@@ -44,7 +57,7 @@ def build(model: str, size: str, **fields):
 
 
 def token_ids(batch: int, length: int) -> torch.Tensor:
-    return torch.randint(SHARED["vocab_size"], (batch, length), device="cuda")
+    return torch.randint(SHARED["vocab_size"], (batch, length), device=DEVICE)
 
 
 @torch.no_grad()
