@@ -16,6 +16,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from depthmix.configuration.configuration_denseformer import DenseFormerConfig
 from depthmix.kernels.depth_average import depth_average
+from depthmix.kernels.depth_implementations import check_implementation
 
 from .depth_modeling_common import (
     HOST_CACHE_NAME,
@@ -38,8 +39,10 @@ from .modeling_dense_decoder import (
 class DepthAverage(nn.Module):
     """The weights of an average, oldest source first. They start as those of the last source alone."""
 
-    def __init__(self, num_sources: int):
+    def __init__(self, num_sources: int, impl: str):
         super().__init__()
+        check_implementation(impl, "depth_average")
+        self.impl = impl
         self.weight = nn.Parameter(self.identity(num_sources))
 
     @staticmethod
@@ -47,7 +50,7 @@ class DepthAverage(nn.Module):
         return (torch.arange(num_sources) == num_sources - 1).to(torch.get_default_dtype())
 
     def forward(self, *sources: torch.Tensor) -> torch.Tensor:
-        return depth_average(sources, self.weight)
+        return depth_average(sources, self.weight, impl=self.impl)
 
 
 class DenseFormerDecoderLayer(DenseDecoderLayer):
@@ -60,7 +63,7 @@ class DenseFormerDecoderLayer(DenseDecoderLayer):
     def __init__(self, config: DenseFormerConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         sources = config.average_sources
-        self.depth_average = DepthAverage(len(sources[layer_idx])) if sources[layer_idx] else None
+        self.depth_average = DepthAverage(len(sources[layer_idx]), config.depth_impl) if sources[layer_idx] else None
         self.is_read_later = any(layer_idx + 1 in read for read in sources[layer_idx + 1 :])
 
     @accepts_both_cache_names
