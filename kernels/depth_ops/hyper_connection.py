@@ -1,9 +1,12 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """Manifold-constrained hyper-connections (mHC, arXiv 2512.24880): public entry points."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
+import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from .hyper_connection_reference import (
     SINKHORN_ORDERS,
@@ -69,9 +72,8 @@ def hyper_connection_read(
             raise ValueError(
                 f"{name} has shape {list(tensor.shape)}: must be {list(shape)} for {num_streams} streams of {size}."
             )
-    return hyper_connection_read_reference(
-        streams, norm_weight, projection, tuple(alphas), tuple(logits), eps=eps, iterations=iterations, order=order
-    )
+    function = partial(hyper_connection_read_reference, eps=eps, iterations=iterations, order=order)
+    return _recomputed(function, streams, norm_weight, projection, *alphas, *logits)
 
 
 def hyper_connection_write(streams: Tensor, update: Tensor, residual: Tensor, post: Tensor) -> Tensor:
@@ -89,7 +91,17 @@ def hyper_connection_write(streams: Tensor, update: Tensor, residual: Tensor, po
     Returns:
         `torch.Tensor` of shape `[..., S, D]` in the dtype of the streams, rounded once.
     """
-    return hyper_connection_write_reference(streams, update, residual, post)
+    return _recomputed(hyper_connection_write_reference, streams, update, residual, post)
+
+
+def _recomputed(function: Callable, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
+    """
+    The function, of which the backward keeps the arguments only: its fp32 forms of the streams are several times as
+    large as all else that a layer keeps. A compiler decides this by itself.
+    """
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return function(*tensors)
+    return checkpoint(function, *tensors, use_reentrant=False, preserve_rng_state=False)
 
 
 def stream_readout(streams: Tensor, logits: Tensor) -> Tensor:

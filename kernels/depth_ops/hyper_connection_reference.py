@@ -38,9 +38,7 @@ def hyper_connection_read_reference(
     streams: Tensor,
     norm_weight: Tensor,
     projection: Tensor,
-    alphas: tuple[Tensor, Tensor, Tensor],
-    logits: tuple[Tensor, Tensor, Tensor],
-    *,
+    *alphas_and_logits: Tensor,
     eps: float,
     iterations: int,
     order: str,
@@ -53,11 +51,11 @@ def hyper_connection_read_reference(
         flat_X = streams_XSD.flatten(-2)
         normed_X = flat_X * torch.rsqrt(flat_X.square().mean(-1, keepdim=True) + eps) * norm_weight.to(dtype)
         dynamic_XM = torch.nn.functional.linear(normed_X, projection.to(dtype))
+        parts = dynamic_XM.split([num_streams, num_streams, num_streams**2], -1)
+        alphas, logits = alphas_and_logits[:3], alphas_and_logits[3:]
         maps = [
             alpha.to(dtype) * part + logit.to(dtype).flatten()
-            for alpha, part, logit in zip(
-                alphas, dynamic_XM.split([num_streams, num_streams, num_streams**2], -1), logits, strict=True
-            )
+            for alpha, part, logit in zip(alphas, parts, logits, strict=True)
         ]
         pre_XS, post_XS = torch.sigmoid(maps[0]), 2 * torch.sigmoid(maps[1])
         residual_XSS = sinkhorn(maps[2].unflatten(-1, (num_streams, num_streams)), iterations, order)

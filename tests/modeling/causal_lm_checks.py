@@ -492,7 +492,9 @@ class CausalLMChecks:
     def test_early_exit_generation(self, model, vanilla_twin, token_ids):
         ids, options = token_ids(1, 7), {"assistant_early_exit": 2, "max_new_tokens": 8}
         try:
-            vanilla_twin(model).generate(ids, **options, **GREEDY)
+            # where it does not work it fails once a draft is refused, which takes a few prompts
+            for seed in range(6):
+                vanilla_twin(model).generate(token_ids(1, 7, seed=seed), **options, **GREEDY)
         except TypeError:
             pytest.skip("this transformers has no working early exit for its own models either")
         assert torch.equal(model.generate(ids, **options, **GREEDY), greedy_without_cache(model, ids, 8))

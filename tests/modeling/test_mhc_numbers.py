@@ -10,7 +10,11 @@ from plain_mhc import plain_mhc_logits
 
 from depthmix import MHCForCausalLM
 from depthmix.kernels import hyper_connection_read, hyper_connection_write, stream_readout
-from depthmix.kernels.hyper_connection_reference import sinkhorn
+from depthmix.kernels.hyper_connection_reference import (
+    hyper_connection_read_reference,
+    hyper_connection_write_reference,
+    sinkhorn,
+)
 from depthmix.modeling.modeling_mhc import MHCConnection
 
 
@@ -145,6 +149,25 @@ class TestOperation:
         expected = hyper_connection_write(streams.double(), update.double(), *exact[1:])
         assert written.dtype is torch.bfloat16
         assert (written - expected).abs().max() <= 1.01 * torch.finfo(torch.bfloat16).eps * expected.abs().max()
+
+    def test_backward_keeps_no_fp32_streams(self):
+        streams, update = torch.randn(5, 4, 64).bfloat16(), torch.randn(5, 64).bfloat16()
+        parameters = [torch.randn(256), torch.randn(24, 256)]
+        small = [torch.randn(shape) for shape in (1, 1, 1, 4, 4, (4, 4))]
+        leaves = [tensor.requires_grad_() for tensor in (streams, update, *parameters, *small)]
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda x: x):
+            mixed, *maps = hyper_connection_read(streams, *parameters, small[:3], small[3:], eps=1e-5)
+            written = hyper_connection_write(streams, update, *maps)
+        of_tokens = [tensor for tensor in kept if tensor.dtype is torch.float32 and len(tensor) == 5]
+        assert not [tensor for tensor in of_tokens if tensor.numel() >= mixed.numel()]
+        gradients = torch.autograd.grad((written.sum(), mixed.sum()), leaves)
+        mixed, *maps = hyper_connection_read_reference(
+            streams, *parameters, *small, eps=1e-5, iterations=20, order="columns_first"
+        )
+        written = hyper_connection_write_reference(streams, update, *maps)
+        expected = torch.autograd.grad((written.sum(), mixed.sum()), leaves)
+        assert all(torch.equal(*pair) for pair in zip(gradients, expected, strict=True))
 
     @pytest.mark.parametrize(
         ("name", "shape", "message"),
