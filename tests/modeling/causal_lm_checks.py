@@ -489,13 +489,14 @@ class CausalLMChecks:
         generated = model.generate(ids, assistant_model=assistant, max_new_tokens=12, **GREEDY)
         assert torch.equal(generated, greedy_without_cache(model, ids, 12))
 
-    def test_early_exit_generation(self, model, vanilla_twin, token_ids):
+    def test_early_exit_generation(self, model, token_ids):
         ids, options = token_ids(1, 7), {"assistant_early_exit": 2, "max_new_tokens": 8}
+        cache = DynamicCache(config=model.config)
+        cache.update(*torch.ones(2, 1, 1, 3, 4), 0)
         try:
-            # where it does not work it fails once a draft is refused, which takes a few prompts
-            for seed in range(6):
-                vanilla_twin(model).generate(token_ids(1, 7, seed=seed), **options, **GREEDY)
-        except TypeError:
+            # what follows a refused draft: the layers after the exit are empty
+            cache.crop(-1)
+        except (TypeError, AttributeError):
             pytest.skip("this transformers has no working early exit for its own models either")
         assert torch.equal(model.generate(ids, **options, **GREEDY), greedy_without_cache(model, ids, 8))
 
