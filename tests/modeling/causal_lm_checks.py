@@ -24,6 +24,7 @@ from transformers import (
     DynamicCache,
     GenerationConfig,
     QuantizedCache,
+    Qwen3Config,
     StaticCache,
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -491,12 +492,12 @@ class CausalLMChecks:
 
     def test_early_exit_generation(self, model, token_ids):
         ids, options = token_ids(1, 7), {"assistant_early_exit": 2, "max_new_tokens": 8}
-        cache = DynamicCache(config=model.config)
+        cache = DynamicCache(config=Qwen3Config(num_hidden_layers=2))
         cache.update(*torch.ones(2, 1, 1, 3, 4), 0)
         try:
             # what follows a refused draft: the layers after the exit are empty
             cache.crop(-1)
-        except (TypeError, AttributeError):
+        except TypeError:
             pytest.skip("this transformers has no working early exit for its own models either")
         assert torch.equal(model.generate(ids, **options, **GREEDY), greedy_without_cache(model, ids, 8))
 
