@@ -8,14 +8,13 @@ import argparse
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from depthmix.kernels import attn_res, attn_res_phase_1, attn_res_phase_2, attn_res_triton
+from depthmix.kernels import attn_res, attn_res_phase_1, attn_res_phase_2
 
 from .harness import Measurement, environment, measure, release_memory, write_results
 
@@ -23,8 +22,6 @@ from .harness import Measurement, environment, measure, release_memory, write_re
 EPS = 1e-6
 # tokens, hidden size, sub-layers, sub-layers of a block
 STACKS = {"2k": (16384, 2048, 32, 8), "4k": (8192, 4096, 96, 12)}
-# of the finished blocks, phase 2's backward reads this many again instead of one kept mix of them
-RECOMPUTED_SOURCES = 4
 
 
 class Site:
@@ -55,7 +52,7 @@ def two_phases(
     sites: list[Site],
     block_size: int,
     *,
-    recomputed: int = RECOMPUTED_SOURCES,
+    recomputed: bool = True,
     impl: str = "triton",
     sub_layer: Callable[[Tensor], Tensor] = sub_layer,
 ) -> Tensor:
@@ -65,7 +62,7 @@ def two_phases(
         block = sites[first : min(first + block_size, len(sites) - 1)]
         # the mix of a single source is that source
         mixed = block[1:] if first == 0 else block
-        outputs, log_sum_exps = attn_res_phase_1(
+        outputs, log_sum_exps, blocks = attn_res_phase_1(
             *(blocks, [site.pseudo_query for site in mixed], [site.norm_weight for site in mixed]), eps=EPS, impl=impl
         )
         update = sub_layer(x if first == 0 else outputs.pop(0))
@@ -77,7 +74,7 @@ def two_phases(
                 *(output, log_sum_exp, partial_sum, update, *site.parameters),
                 eps=EPS,
                 num_sources=len(blocks) + 1,
-                sources=blocks if len(blocks) <= recomputed else None,
+                sources=blocks if recomputed else None,
                 impl=impl,
             )
             update = sub_layer(hidden)
@@ -129,11 +126,13 @@ def flash_attn_res(x: Tensor, sites: list[Site], block_size: int) -> Tensor:
 WAYS = {
     "plain residual": plain_residual,
     "depthmix": two_phases,
-    "depthmix, kept": partial(two_phases, recomputed=0),
+    "depthmix, kept": partial(two_phases, recomputed=False),
     "liger-kernel": partial(single_sites, mix=mix_liger),
     "fla-core": partial(single_sites, mix=mix_fla),
     "flash-attn-res": flash_attn_res,
 }
+# those to be measured
+SELECTED = list(WAYS)
 
 
 def gradients(step: Callable[[], Tensor], leaves: list[Tensor], grad: Tensor) -> list[Tensor]:
@@ -146,7 +145,7 @@ def check_function() -> None:
     The gate before any number: outputs and all gradients of the kernels, whose distance from the reference in fp64 is
     at most twice that of the reference in the same dtype.
     """
-    cases = itertools.product([100, 2048], [257], [torch.bfloat16, torch.float32])
+    cases = itertools.product([2048], [257], [torch.bfloat16])
     for hidden_size, tokens, dtype in cases:
         torch.manual_seed(0)
         x = torch.randn(1, tokens, hidden_size, device="cuda", dtype=dtype, requires_grad=True)
@@ -154,10 +153,10 @@ def check_function() -> None:
         grad = torch.randn_like(x)
         results = {}
         for name, to, impl, recomputed in (
-            ("exact", torch.float64, "reference", 0),
-            ("reference", dtype, "reference", 0),
-            ("kept", dtype, "triton", 0),
-            ("recomputed", dtype, "triton", 4),
+            ("exact", torch.float64, "reference", False),
+            ("reference", dtype, "reference", False),
+            ("kept", dtype, "triton", False),
+            ("recomputed", dtype, "triton", True),
         ):
             copies = [site.parameters for site in sites]
             leaves = [tensor.detach().to(to).requires_grad_() for tensor in (x, *itertools.chain(*copies))]
@@ -189,22 +188,39 @@ def check_function() -> None:
                     )
 
 
+def captured(step: Callable[[], object]) -> Callable[[], object]:
+    """The step as a graph, in which the host's time to launch it plays no part."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
 def _measured(case: str, size: str, steps: dict[str, Callable[[], object]], calls: int = 1) -> Iterator[Measurement]:
-    """One row for each way that runs here, of steps that make so many calls; ratios are to "depthmix"."""
-    running = {}
+    """
+    Two rows for each way that runs here, as launched and as a graph, of steps that make so many calls; ratios are to
+    "depthmix".
+    """
+    timings = {}
     for name, step in steps.items():
-        try:
-            step()
-            running[name] = step
-        except Exception as error:
-            print(f"{case:24} {size:5} {name:16} does not run: {type(error).__name__}: {str(error)[:120]}", flush=True)
-    timings = dict(zip(running, measure(list(running.values())), strict=True))
-    yardstick = timings["depthmix"].median
-    for name, timing in timings.items():
+        for form, prepare in ((case, lambda step: step), (f"{case}, graph", captured)):
+            try:
+                timings[form, name] = measure([prepare(step)])[0]
+            except Exception as error:
+                print(
+                    f"{form:32} {size:5} {name:16} does not run: {type(error).__name__}: {str(error)[:120]}",
+                    flush=True,
+                )
+            release_memory()
+    for (form, name), timing in timings.items():
         yield Measurement(
-            *(case, size, name, timing.median / calls, min(timing.times) / calls, max(timing.times) / calls),
+            *(form, size, name, timing.median / calls, min(timing.times) / calls, max(timing.times) / calls),
             gib=timing.peak_gib,
-            ratio=timing.median / yardstick,
+            ratio=timing.median / timings[form, "depthmix"].median,
         )
 
 
@@ -229,7 +245,7 @@ def stack_of(size: str):
 
 def stacks(size: str) -> Iterator[Measurement]:
     for case, step in zip(("forward", "forward + backward"), stack_of(size), strict=True):
-        yield from _measured(f"stack, {case}", size, {name: partial(step, way) for name, way in WAYS.items()})
+        yield from _measured(f"stack, {case}", size, {name: partial(step, WAYS[name]) for name in SELECTED})
 
 
 def single_site(size: str) -> Iterator[Measurement]:
@@ -243,6 +259,7 @@ def single_site(size: str) -> Iterator[Measurement]:
         "liger-kernel": lambda: mix_liger(sources, site),
         "fla-core": lambda: mix_fla(sources, site),
     }
+    ways = {name: way for name, way in ways.items() if name in SELECTED}
 
     calls = 10
 
@@ -266,95 +283,18 @@ def profile(size: str) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         forward_backward(two_phases)
         torch.cuda.synchronize()
-    print(profiler.key_averages().table(sort_by="cuda_time_total", row_limit=16, max_name_column_width=60), flush=True)
-
-
-def _milliseconds(run: Callable[[], object], calls: int = 5) -> float:
-    """Of one of several calls in a graph, so that the host's time to launch them is not measured."""
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            run()
-    return measure([graph.replay], warmup=1, repeats=5)[0].median / calls
-
-
-def sweep(size: str, num_sources: int, num_sites: int) -> None:
-    """Bandwidth of each kernel with other tiles than its own, the fastest first."""
-    tokens, hidden_size, _, _ = STACKS[size]
-    unit = 2 * tokens * hidden_size
-    new = partial(torch.randn, tokens, hidden_size, device="cuda", dtype=torch.bfloat16)
-    sources, grads = [new() for _ in range(num_sources)], [new() for _ in range(num_sites)]
-    sites = [Site(hidden_size, torch.bfloat16) for _ in range(num_sites)]
-    queries, gains = ([site.parameters[i].detach() for site in sites] for i in range(2))
-    log_sum_exp_grads = [torch.zeros(tokens, device="cuda") for _ in sites]
-    one = (queries[0], gains[0], None, None)
-    k, n, s = attn_res_triton, num_sources, num_sites
-    scalars = k.attn_res_forward(sources, *one, EPS, 1, True)[-1]
-    phase_1_scalars = k.attn_res_phase_1_forward(sources, queries, gains, EPS, True)[-1]
-    phase_2 = (sources[0], log_sum_exp_grads[0], sources[1], sources[2], *one, [], EPS, 1, True)
-    phase_2_scalars = k.attn_res_phase_2_forward(*phase_2)[-1]
-    phase_2_backward = (*sources[1:2], *one, phase_2_scalars, EPS, 1)
-    # what runs, the units that it moves, and the tiles that may differ
-    runs = {
-        "attn_res_fwd": (lambda: k.attn_res_forward(sources, *one, EPS, 1, True), n + 1),
-        "attn_res_bwd": (lambda: k.attn_res_backward(grads[0], sources, *one, scalars, EPS, 1), 2 * n + 1),
-        "attn_res_phase_1_fwd": (lambda: k.attn_res_phase_1_forward(sources, queries, gains, EPS, True), n + s),
-        "attn_res_phase_1_bwd": (
-            lambda: k.attn_res_phase_1_backward(grads, log_sum_exp_grads, sources, queries, gains, phase_1_scalars),
-            s + 3 * n,
-        ),
-        "attn_res_phase_2_fwd": (lambda: k.attn_res_phase_2_forward(*phase_2), 5),
-        "attn_res_phase_2_bwd": (
-            lambda: k.attn_res_phase_2_backward(grads[0], grads[1], sources[0], [], *phase_2_backward),
-            6,
-        ),
-        "attn_res_phase_2_bwd, recomputed": (
-            lambda: k.attn_res_phase_2_backward(grads[0], grads[1], None, sources, *phase_2_backward),
-            5 + n,
-        ),
-    }
-    for name, (run, units) in runs.items():
-        kernel = name.split(",")[0]
-        default = k.TILES[kernel]
-        programs = [None] if default.programs_per_multiprocessor is None else [2, 3, 4, 6, 8]
-        stages = [None] if default.stages is None else [1, 2, 3]
-        results = []
-        for columns, rows, program, stage in itertools.product([4, 8, 16, 32], [1, 2], programs, stages):
-            tile = replace(
-                default, columns_per_thread=columns, rows=rows, programs_per_multiprocessor=program, stages=stage
-            )
-            k.TILES[kernel] = tile
-            try:
-                milliseconds = _milliseconds(run)
-            except Exception as error:
-                print(f"{name} {tile}: {type(error).__name__}: {str(error)[:100]}", flush=True)
-                continue
-            results.append((milliseconds, str(tile)))
-        k.TILES[kernel] = default
-        milliseconds = _milliseconds(run)
-        print(f"{name}, {size}, N={n}, S={s}: now {milliseconds:.3f} ms, {units * unit / milliseconds / 1e9:.2f} TB/s")
-        for milliseconds, tile in sorted(results)[:4]:
-            print(f"    {milliseconds:.3f} ms, {units * unit / milliseconds / 1e9:.2f} TB/s {tile}", flush=True)
-    default, results = dict(k.QUERY_GRAD_TILE), []
-    for block_tokens, block_d, warps, stages in itertools.product([16, 32, 64], [64, 128], [4, 8], [2, 3, 4]):
-        k.QUERY_GRAD_TILE.update(BLOCK_TOKENS=block_tokens, BLOCK_D=block_d, num_warps=warps, num_stages=stages)
-        milliseconds = _milliseconds(runs["attn_res_phase_1_bwd"][0])
-        results.append((milliseconds, str(k.QUERY_GRAD_TILE)))
-    k.QUERY_GRAD_TILE.update(default)
-    print(f"phase 1 backward with other tiles of its query gradient, {size}, N={n}, S={s}")
-    for milliseconds, tile in sorted(results)[:4]:
-        print(f"    {milliseconds:.3f} ms {tile}", flush=True)
+    print(profiler.key_averages().table(sort_by="cuda_time_total", row_limit=14, max_name_column_width=45), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.attn_res", description=__doc__)
     parser.add_argument("--size", nargs="+", choices=STACKS, default=list(STACKS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--profile", action="store_true", help="also print where the time of a stack goes")
-    parser.add_argument("--sweep", action="store_true", help="also try other tiles for each kernel")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"), help="folder for the CSV file")
     parser.add_argument("--name", default="attn_res", help="name of the CSV file")
     arguments = parser.parse_args()
+    SELECTED[:] = arguments.ways
 
     check_function()
     release_memory()
@@ -366,7 +306,7 @@ def main() -> None:
             for m in case(size):
                 measurements.append(m)
                 print(
-                    f"{m.case:24} {m.size:5} {m.model:16} {m.milliseconds:9.3f} ms ({m.low:.3f} to {m.high:.3f})"
+                    f"{m.case:32} {m.size:5} {m.model:16} {m.milliseconds:9.3f} ms ({m.low:.3f} to {m.high:.3f})"
                     f" {m.ratio:6.3f}x  peak +{m.gib:.2f} GiB",
                     flush=True,
                 )
@@ -374,9 +314,6 @@ def main() -> None:
             release_memory()
         if arguments.profile:
             profile(size)
-        if arguments.sweep:
-            sweep(size, *((4, 8) if size == "2k" else (8, 12)))
-            release_memory()
 
 
 if __name__ == "__main__":

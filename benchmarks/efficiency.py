@@ -259,6 +259,7 @@ def main(argv: list[str] | None = None) -> None:
     elif not torch.cuda.is_available():
         parser.error(f"--size {size} needs a GPU; --size tiny tries the command out")
     else:
+        models.SELECTED[:] = [SYSTEMS[name].model for name in arguments.systems]
         models.check_function()
         release_memory()
     print(*(f"{name} {value}" for name, value in environment().items()), sep=", ", flush=True)

@@ -99,7 +99,7 @@ class AttnResMixer(nn.Module):
         options = {"eps": self.eps, "impl": self.impl}
         if sources:
             if not phase_1:
-                (output,), (log_sum_exp,) = attn_res_phase_1(sources, [query], [gain], **options)
+                (output,), (log_sum_exp,), _ = attn_res_phase_1(sources, [query], [gain], **options)
                 phase_1 = output, log_sum_exp
             partial, mixed = attn_res_phase_2(
                 *phase_1,
@@ -109,6 +109,7 @@ class AttnResMixer(nn.Module):
                 gain,
                 bias=self.recency_bias,
                 num_sources=len(sources) + 1,
+                sources=sources,
                 scale=self.scale,
                 output_norm_weight=output_norm_weight,
                 **options,
@@ -143,20 +144,23 @@ def is_bare(module: nn.Module, module_class: type[nn.Module]) -> bool:
 
 def mix_for_all(
     mixers: Sequence[nn.Module], sources: Sequence[torch.Tensor]
-) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
-    """Phase 1 for several mixers in one read of the sources; nothing if one of the mixers has to be called for it."""
+) -> tuple[tuple[tuple[torch.Tensor, torch.Tensor], ...], Sequence[torch.Tensor]]:
+    """
+    Phase 1 for several mixers in one read of the sources, nothing if one of the mixers has to be called for it; and
+    the sources, from where later readers shall have them.
+    """
     if not all(is_bare(mixer, AttnResMixer) and is_bare(mixer.norm, AttnResKeyNorm) for mixer in mixers):
-        return ()
+        return (), sources
     if any(has_hooks(mixer) or has_hooks(mixer.norm) for mixer in mixers):
-        return ()
-    outputs, log_sum_exps = attn_res_phase_1(
+        return (), sources
+    outputs, log_sum_exps, sources = attn_res_phase_1(
         sources,
         [mixer.pseudo_query for mixer in mixers],
         [mixer.norm.weight for mixer in mixers],
         eps=mixers[0].eps,
         impl=mixers[0].impl,
     )
-    return tuple(zip(outputs, log_sum_exps, strict=True))
+    return tuple(zip(outputs, log_sum_exps, strict=True)), sources
 
 
 def mix_and_norm(
@@ -183,8 +187,8 @@ class AttnResDecoderLayer(DenseDecoderLayer):
     """
     Two sub-layers. After the hidden states, which are the running sum, the layer takes the finished sources as
     positional tensors, and, where the model has mixed them already, the result for each of its two mixers
-    (`output, log_sum_exp`). It returns the new running sum; then, if a block ends between its sub-layers, that block;
-    then, if asked for, the weights of its two mixes.
+    (`output, log_sum_exp`). It returns the new running sum; then the blocks that end in it; then, if asked for, the
+    weights of its two mixes.
     """
 
     def __init__(self, config: AttnResConfig, layer_idx: int):
@@ -212,7 +216,8 @@ class AttnResDecoderLayer(DenseDecoderLayer):
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         sources, phase_1 = depth_tensors[: self.num_sources], depth_tensors[self.num_sources :]
         if sources and not phase_1 and not self.ends_block_before_attention:
-            phase_1 = sum(mix_for_all((self.attn_mixer, self.mlp_mixer), sources), ())
+            results, _ = mix_for_all((self.attn_mixer, self.mlp_mixer), sources)
+            phase_1 = sum(results, ())
         for_attention = 2 if sources else 0
 
         partial, mixed, attn_depth_weights = mix_and_norm(
@@ -233,7 +238,9 @@ class AttnResDecoderLayer(DenseDecoderLayer):
             position_embeddings=position_embeddings,
             **kwargs,
         )
+        ended = ()
         if self.ends_block_before_attention:
+            ended = (partial,)
             # a block's sum starts in the dtype of the stream, which under autocast is not that of the update
             sources, partial, update = (*sources, partial), None, update.to(partial.dtype)
         partial, mixed, mlp_depth_weights = mix_and_norm(
@@ -246,7 +253,10 @@ class AttnResDecoderLayer(DenseDecoderLayer):
             output_depth_weights,
         )
         update = self.mlp(mixed)
-        outputs = (update.to(partial.dtype), partial) if self.ends_block_before_mlp else (partial + update,)
+        if self.ends_block_before_mlp:
+            outputs = update.to(partial.dtype), *ended, partial
+        else:
+            outputs = partial + update, *ended
         if output_depth_weights:
             outputs += (attn_depth_weights, mlp_depth_weights)
         return outputs if len(outputs) > 1 else outputs[0]
@@ -289,12 +299,17 @@ class AttnResModel(AttnResPreTrainedModel, DenseDecoderModel):
         self.restarts = config.attnres_variant != "cumulative"
         self.post_init()
 
-    def mix_for_block(self, sources: Sequence[torch.Tensor]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-        """Phase 1 for all sites that have so many finished sources, by site; nothing if layers have to do it."""
+    def mix_for_block(
+        self, sources: Sequence[torch.Tensor]
+    ) -> tuple[dict[int, tuple[torch.Tensor, torch.Tensor]], Sequence[torch.Tensor]]:
+        """
+        Phase 1 for all sites that have so many finished sources, by site, nothing if layers have to do it; and the
+        sources, from where later readers shall have them.
+        """
         # a recomputed layer would keep the results as its inputs, and for a long prompt so many are too large
         is_recomputed = self.gradient_checkpointing and self.training
         if is_recomputed or not (torch.is_grad_enabled() or sources[0].shape[1] == 1):
-            return {}
+            return {}, sources
         sites = [site for site, count in enumerate(self.num_sources) if count == len(sources)]
         mixers = []
         for site in sites:
@@ -303,8 +318,9 @@ class AttnResModel(AttnResPreTrainedModel, DenseDecoderModel):
             elif is_bare(layer := self.layers[site // 2], AttnResDecoderLayer):
                 mixers.append(layer.mlp_mixer if site % 2 else layer.attn_mixer)
             else:
-                return {}
-        return dict(zip(sites, mix_for_all(mixers, sources), strict=False))
+                return {}, sources
+        results, sources = mix_for_all(mixers, sources)
+        return dict(zip(sites, results, strict=False)), sources
 
     @accepts_both_cache_names
     @merge_with_config_defaults
@@ -324,7 +340,7 @@ class AttnResModel(AttnResPreTrainedModel, DenseDecoderModel):
         )
         output_depth_weights = bool(kwargs.pop("output_depth_weights", self.config.output_depth_weights))
 
-        sources: list[torch.Tensor] = []
+        sources: Sequence[torch.Tensor] = ()
         phase_1: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         depth_weights: list[torch.Tensor] = []
         layers = self.layers[: self.config.num_hidden_layers]
@@ -334,12 +350,16 @@ class AttnResModel(AttnResPreTrainedModel, DenseDecoderModel):
             attention, mlp = 2 * i, 2 * i + 1
             # a snapshot of the stream
             if len(sources) < self.num_sources[attention]:
-                sources = [*sources, hidden_states]
-            # a block that the attention still reads as the running sum
-            mlp_sources = sources if self.num_sources[mlp] == len(sources) else [*sources, hidden_states]
-            for site, available in ((attention, sources), (mlp, mlp_sources)):
-                if available and site not in phase_1:
-                    phase_1 |= self.mix_for_block(available)
+                sources = (*sources, hidden_states)
+            if sources and attention not in phase_1:
+                results, sources = self.mix_for_block(sources)
+                phase_1 |= results
+            finished = sources
+            if self.num_sources[mlp] > len(sources):
+                # a block that the attention still reads as the running sum
+                results, finished = self.mix_for_block((*sources, hidden_states))
+                phase_1 |= results
+            is_mixed = mlp in phase_1
             results = [phase_1.pop(site, ()) for site in ((attention, mlp) if sources else (mlp,))]
             outputs = layer(
                 hidden_states,
@@ -351,15 +371,17 @@ class AttnResModel(AttnResPreTrainedModel, DenseDecoderModel):
                 **kwargs,
             )
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-            ends_block = self.restarts and self.num_sources[2 * i + 2] > len(mlp_sources)
-            if len(outputs) != 1 + ends_block + 2 * output_depth_weights or outputs[0] is hidden_states:
+            num_ended = self.num_sources[2 * i + 2] - len(sources) if self.restarts else 0
+            if len(outputs) != 1 + num_ended + 2 * output_depth_weights or outputs[0] is hidden_states:
                 raise foreign_layer(i)
             hidden_states, *others = outputs
-            sources = [*mlp_sources, *others[:ends_block]]
-            depth_weights += others[ends_block:]
+            # where the layer itself mixes a block that it ends, this may have come to it through hooks
+            num_known = len(finished) - len(sources) if is_mixed else 0
+            sources = (*(finished if is_mixed else sources), *others[num_known:num_ended])
+            depth_weights += others[num_ended:]
 
         if len(sources) < self.num_sources[2 * len(layers)]:
-            sources = [*sources, hidden_states]
+            sources = (*sources, hidden_states)
         _, hidden_states, weights = mix_and_norm(
             self.output_mixer,
             self.norm,

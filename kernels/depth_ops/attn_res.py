@@ -15,6 +15,7 @@ from .attn_res_reference import (
 )
 from .attn_res_triton import (
     MAX_SITES,
+    RECOMPUTED_SOURCES,
     attn_res_obstacle,
     max_sources,
     run_attn_res,
@@ -90,7 +91,7 @@ def attn_res(
     if len(sources) <= max_sources(last.shape[-1]):
         return run_attn_res([*finished, last], *parameters, eps, factor)[0]
     gains = [] if norm_weight is None else [norm_weight]
-    (output,), (log_sum_exp,) = _phase_1_in_groups(finished, [pseudo_query], gains, eps)
+    (output,), (log_sum_exp,), _ = _phase_1_in_groups(finished, [pseudo_query], gains, eps)
     return run_attn_res_phase_2(output, log_sum_exp, last, None, *parameters, [], eps, factor)[0]
 
 
@@ -126,7 +127,7 @@ def attn_res_phase_1(
     *,
     eps: float,
     impl: str = "auto",
-) -> tuple[list[Tensor], list[Tensor]]:
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """
     Mixes the finished blocks for all sites of the next block at once, which is possible because the queries do not
     depend on the hidden state (phase 1 of algorithm 1 of the paper). [`attn_res_phase_2`] adds the running sum.
@@ -142,7 +143,8 @@ def attn_res_phase_1(
 
     Returns:
         For each site, the mix, of shape `[..., d]` in the dtype of the sum of the sources, and the log-sum-exp of the
-        logits, of shape `[...]` in fp32 (fp64 for fp64 inputs).
+        logits, of shape `[...]` in fp32 (fp64 for fp64 inputs); then the sources. Whoever uses these from here on
+        spares the backward additions of their gradients.
 
     Raises:
         `ValueError`: if shapes or numbers do not fit together, or `impl` is unknown.
@@ -158,14 +160,14 @@ def attn_res_phase_1(
         _check_site(sources[-1], pseudo_query, None if norm_weights is None else norm_weights[site], None, None, site)
     gains = [] if norm_weights is None else list(norm_weights)
     if not use_triton(impl, "attn_res_phase_1", attn_res_obstacle(*sources, *pseudo_queries, *gains)):
-        return attn_res_phase_1_reference(sources, pseudo_queries, norm_weights, eps=eps)
+        return *attn_res_phase_1_reference(sources, pseudo_queries, norm_weights, eps=eps), list(sources)
     sources, outputs, log_sum_exps = _with_one_dtype(sources), [], []
     for first in range(0, len(pseudo_queries), MAX_SITES):
         sites = slice(first, first + MAX_SITES)
-        group = _phase_1_in_groups(sources, list(pseudo_queries[sites]), gains[sites], eps)
+        *group, sources = _phase_1_in_groups(sources, list(pseudo_queries[sites]), gains[sites], eps)
         outputs += group[0]
         log_sum_exps += group[1]
-    return outputs, log_sum_exps
+    return outputs, log_sum_exps, sources
 
 
 def attn_res_phase_2(
@@ -198,12 +200,13 @@ def attn_res_phase_2(
         num_sources (`int`):
             The number of sources of the site, the running sum included; the factor of `scale="sum"`.
         sources (sequence of `torch.Tensor` of shape `[..., d]`, *optional*):
-            Those of phase 1. Where they are given, the kernel keeps them for the backward instead of `output`, and
-            computes it again: as fast for a few sources, and no memory besides the sources themselves.
+            Those of phase 1. If there are only a few, the kernel keeps them for the backward instead of `output`, and
+            computes it again: nearly as fast, and no memory besides the sources themselves.
 
     Returns:
         The new running sum, in the dtype of `partial + update`, and the mix, in the dtype of `output + partial`; both
-        of shape `[..., d]`. Where there is nothing to add, the former is the tensor that was given.
+        of shape `[..., d]`. Where there is nothing to add, the former is the tensor that was given, or a view of it:
+        whoever uses it from here on spares the backward an addition.
 
     Raises:
         `ValueError`: if shapes do not fit together, or `scale` or `impl` is unknown.
@@ -244,15 +247,17 @@ def _with_one_dtype(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _phase_1_in_groups(
     sources: list[Tensor], pseudo_queries: list[Tensor], norm_weights: list[Tensor], eps: float
-) -> tuple[list[Tensor], list[Tensor]]:
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Phase 1 of any number of sources: mixes of groups, mixed by their log-sum-exps."""
     sites, group_size = len(pseudo_queries), max_sources(sources[0].shape[-1])
-    groups = []
+    groups, handed_on = [], []
     for first in range(0, len(sources), group_size):
-        group = run_attn_res_phase_1(sources[first : first + group_size], pseudo_queries, norm_weights, eps)
-        groups.append((group[:sites], group[sites : 2 * sites]))
+        group = sources[first : first + group_size]
+        results = run_attn_res_phase_1(group, pseudo_queries, norm_weights, eps)
+        groups.append((results[:sites], results[sites : 2 * sites]))
+        handed_on += results[-len(group) :]
     if len(groups) == 1:
-        return groups[0]
+        return *groups[0], handed_on
     outputs, log_sum_exps = [], []
     for site in range(sites):
         logits = torch.stack([group[1][site] for group in groups], dim=-1)
@@ -260,7 +265,7 @@ def _phase_1_in_groups(
         output = sum(weights[..., i : i + 1] * group[0][site] for i, group in enumerate(groups))
         outputs.append(output.to(sources[0].dtype))
         log_sum_exps.append(logits.logsumexp(-1))
-    return outputs, log_sum_exps
+    return outputs, log_sum_exps, handed_on
 
 
 def _phase_2(output, log_sum_exp, partial, update, parameters, sources, eps, factor) -> tuple[Tensor, Tensor]:
@@ -273,13 +278,16 @@ def _phase_2(output, log_sum_exp, partial, update, parameters, sources, eps, fac
         output, partial = _with_one_dtype([output, new_partial])
         update = None
     else:
-        new_partial = partial
-    kept = [] if sources is None or len(sources) > max_sources(output.shape[-1]) else list(sources)
+        new_partial = None
+    few = min(RECOMPUTED_SOURCES, max_sources(output.shape[-1]))
+    kept = [] if sources is None or len(sources) > few else list(sources)
     outputs = run_attn_res_phase_2(
         *(output, log_sum_exp, partial, update, *parameters),
         *([source.to(output.dtype) for source in kept], eps, factor),
     )
-    return (new_partial, outputs[0]) if update is None else (outputs[0], outputs[1])
+    if update is not None:
+        return outputs[0], outputs[1]
+    return outputs[-1] if new_partial is None else new_partial, outputs[0]
 
 
 def _check_scale(scale: str) -> None:

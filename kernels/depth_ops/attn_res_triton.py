@@ -7,8 +7,8 @@ Bytes, in units of one hidden state (tokens x hidden size), with N finished bloc
     kernel               reads              writes
     single site          N                  1
     single site, bwd     N + 1              N
-    phase 1              N                  S
-    phase 1, bwd         N + S, then N      N
+    phase 1              N twice            S
+    phase 1, bwd         N + S twice, N     N       (the second time, in part, from a cache)
     phase 2              3                  2       (2 and 1 where there is nothing to add)
     phase 2, bwd         4                  2       (3 + N and 2 where phase 1's output is computed again)
 
@@ -29,7 +29,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .depth_implementations import device_of, is_recorded, operation_namespace, triton_obstacle
+from .depth_implementations import (
+    INTERPRETED,
+    device_of,
+    is_recorded,
+    multiprocessors,
+    operation_namespace,
+    triton_obstacle,
+)
 
 
 try:
@@ -39,6 +46,8 @@ except ImportError:
     triton = None
 
 if triton is not None:
+    # the interpreter multiplies no bf16 matrices
+    WIDENED = tl.constexpr(INTERPRETED)
 
     @triton.jit
     def _rows(tensor, row_R, valid_R, D: tl.constexpr, BLOCK_D: tl.constexpr):
@@ -79,6 +88,50 @@ if triton is not None:
         for i in tl.static_range(1, len(tensors)):
             address = tl.where(index == i, tensors[i][0].to(tl.int64), address)
         return tl.multiple_of(address.to(tensors[0][0].dtype), ALIGNMENT), tensors[0][1]
+
+    @triton.jit
+    def _address_of_each(tensors, index):
+        """Those of the tensors `index`, all of one dtype."""
+        address = tensors[0][0].to(tl.int64) + tl.zeros_like(index).to(tl.int64)
+        for i in tl.static_range(1, len(tensors)):
+            address = tl.where(index == i, tensors[i][0].to(tl.int64), address)
+        return address.to(tensors[0][0].dtype)
+
+    @triton.jit
+    def _row_of_each(tensors, index, row):
+        """Addresses `[index, 1]` of rows of tensors of one row stride."""
+        return (_address_of_each(tensors, index) + row * tensors[0][1])[:, None]
+
+    @triton.jit
+    def _columns_of_each(row_N1, column_K, ALIGNMENT: tl.constexpr):
+        # where the compiler sees the addresses made, since a hint on an argument is lost
+        return tl.multiple_of(row_N1 + column_K[None, :], [1, ALIGNMENT])
+
+    @triton.jit
+    def _load_of_each(row_N1, valid_N, column_K, ALIGNMENT: tl.constexpr, D: tl.constexpr):
+        return tl.load(
+            _columns_of_each(row_N1, column_K, ALIGNMENT),
+            mask=valid_N[:, None] & (column_K < D)[None, :],
+            other=0.0,
+        )
+
+    @triton.jit
+    def _load_queries(queries, site_S, column_K, SITES: tl.constexpr, D: tl.constexpr):
+        return tl.load(
+            queries + site_S[:, None] * D + column_K[None, :],
+            mask=(site_S < SITES)[:, None] & (column_K < D)[None, :],
+            other=0.0,
+        )
+
+    @triton.jit
+    def _dot(exact, rounded, sums, PRECISION: tl.constexpr):
+        """Adds the product of an fp32 matrix and one in any dtype to `sums`."""
+        if rounded.dtype == tl.bfloat16 and not WIDENED:
+            high = exact.to(tl.bfloat16)
+            sums = tl.dot((exact - high.to(tl.float32)).to(tl.bfloat16), rounded, sums)
+            return tl.dot(high, rounded, sums)
+        else:
+            return tl.dot(exact, rounded.to(tl.float32), sums, input_precision=PRECISION)
 
     @triton.jit
     def _row_sums(terms):
@@ -272,9 +325,10 @@ if triton is not None:
             _store_sums(partial_sums, 1, norm_sums, ROWS, D, BLOCK_D)
 
     @triton.jit(do_not_specialize=["tokens"])
-    def attn_res_phase_1_fwd_kernel(
+    def attn_res_phase_1_few_fwd_kernel(
         sources,
         queries,
+        gains,
         outputs,
         log_sum_exps,
         scalars,
@@ -284,32 +338,98 @@ if triton is not None:
         D: tl.constexpr,
         BLOCK_ROWS: tl.constexpr,
         BLOCK_D: tl.constexpr,
-        STAGES: tl.constexpr,
     ):
+        """For few tokens, as in decoding: one site each program, all in one launch."""
         N: tl.constexpr = len(sources)
-        S: tl.constexpr = len(outputs)
+        SITES: tl.constexpr = len(outputs)
         row_R = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         valid_R = row_R < tokens
+        site = tl.program_id(1)
         values = ()
         for i in tl.static_range(N):
             values += (_load(sources[i], row_R, valid_R, D, BLOCK_D),)
-        terms = ()
-        for i in tl.static_range(N):
-            terms += (values[i].to(tl.float32) * values[i].to(tl.float32),)
-        squares = _row_sums(terms)
-        inverses = ()
-        for i in tl.static_range(N):
-            inverses += (tl.rsqrt(squares[i] / D + eps),)
-        for site in tl.range(S, num_stages=STAGES):
-            query_D = _load_vector(queries + site * D, D, BLOCK_D)
-            terms = ()
+        query, _ = _one_of(queries, site, ALIGNMENT)
+        query_D = _load_vector(query, D, BLOCK_D)
+        if len(gains) > 0:
+            gain, _ = _one_of(gains, site, ALIGNMENT)
+            query_D *= _load_vector(gain, D, BLOCK_D)
+        mixed, log_sum_exp_R, inverses, logits = _mix(values, query_D, None, eps, D, BLOCK_ROWS, BLOCK_D)
+        _store(_one_of(outputs, site, ALIGNMENT), mixed, row_R, valid_R, D, BLOCK_D)
+        log_sum_exp, _ = _one_of(log_sum_exps, site, 4)
+        tl.store(log_sum_exp + row_R, log_sum_exp_R, mask=valid_R)
+        if scalars is not None:
             for i in tl.static_range(N):
-                terms += (values[i].to(tl.float32) * query_D,)
-            products = _row_sums(terms)
+                address_R = scalars + (i * tokens.to(tl.int64) + row_R) * (SITES + 1)
+                tl.store(address_R + site, logits[i], mask=valid_R)
+                tl.store(address_R + SITES, inverses[i], mask=valid_R & (site == 0))
+
+    @triton.jit(do_not_specialize=["tokens"])
+    def attn_res_phase_1_score_kernel(
+        sources,
+        queries,
+        scalars,
+        tokens,
+        eps,
+        ALIGNMENT: tl.constexpr,
+        SITES: tl.constexpr,
+        D: tl.constexpr,
+        BLOCK_S: tl.constexpr,
+        BLOCK_T: tl.constexpr,
+        BLOCK_K: tl.constexpr,
+        PRECISION: tl.constexpr,
+    ):
+        """The logits of one source at all sites, a matrix product, and its inverse root mean squares."""
+        token_T = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+        valid_T = token_T < tokens
+        site_S = tl.arange(0, BLOCK_S)
+        source, row_stride = _one_of(sources, tl.program_id(1), ALIGNMENT)
+        row_T1 = source + (token_T * row_stride)[:, None]
+        logits_ST = tl.zeros([BLOCK_S, BLOCK_T], tl.float32)
+        squares_T = tl.zeros([BLOCK_T], tl.float32)
+        for start in range(0, D, BLOCK_K):
+            column_K = start + tl.arange(0, BLOCK_K)
+            value_TK = tl.load(row_T1 + column_K[None, :], mask=valid_T[:, None] & (column_K < D)[None, :], other=0.0)
+            query_SK = _load_queries(queries, site_S, column_K, SITES, D)
+            logits_ST = _dot(query_SK, tl.trans(value_TK), logits_ST, PRECISION)
+            squares_T += tl.sum(value_TK.to(tl.float32) * value_TK.to(tl.float32), 1)
+        inverse_T = tl.rsqrt(squares_T / D + eps)
+        address_T = scalars + (tl.program_id(1) * tokens.to(tl.int64) + token_T) * (SITES + 1)
+        tl.store(
+            address_T[None, :] + site_S[:, None],
+            logits_ST * inverse_T[None, :],
+            mask=(site_S < SITES)[:, None] & valid_T[None, :],
+        )
+        tl.store(address_T + SITES, inverse_T, mask=valid_T)
+
+    @triton.jit(do_not_specialize=["tokens"])
+    def attn_res_phase_1_fwd_kernel(
+        sources,
+        scalars,
+        outputs,
+        log_sum_exps,
+        tokens,
+        ALIGNMENT: tl.constexpr,
+        D: tl.constexpr,
+        BLOCK_ROWS: tl.constexpr,
+        BLOCK_D: tl.constexpr,
+    ):
+        """The mixes of all sites from the logits; columns are independent."""
+        N: tl.constexpr = len(sources)
+        SITES: tl.constexpr = len(outputs)
+        row_R = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        valid_R = row_R < tokens
+        column_D = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+        mask = valid_R[:, None] & (column_D < D)[None, :]
+        values = ()
+        for i in tl.static_range(N):
+            address = sources[i][0] + (row_R * sources[i][1])[:, None] + column_D[None, :]
+            values += (tl.load(address, mask=mask, other=0.0),)
+        for site in tl.range(SITES):
             logits = ()
             highest_R = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
             for i in tl.static_range(N):
-                logits += (products[i] * inverses[i],)
+                address_R = scalars + (i * tokens.to(tl.int64) + row_R) * (SITES + 1) + site
+                logits += (tl.load(address_R, mask=valid_R, other=0.0),)
                 highest_R = tl.maximum(highest_R, logits[i])
             total_R = tl.zeros([BLOCK_ROWS], tl.float32)
             mixed = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
@@ -317,22 +437,18 @@ if triton is not None:
                 odds_R = tl.exp(logits[i] - highest_R)
                 total_R += odds_R
                 mixed += odds_R[:, None] * values[i].to(tl.float32)
-            output = _one_of(outputs, site, ALIGNMENT)
-            _store(output, mixed / total_R[:, None], row_R, valid_R, D, BLOCK_D)
-            log_sum_exp, _ = _one_of(log_sum_exps, site, 16)
-            tl.store(log_sum_exp + row_R, highest_R + tl.log(total_R), mask=valid_R)
-            if scalars is not None:
-                # [T, S + 1, N], the inverse root mean squares last
-                for i in tl.static_range(N):
-                    tl.store(scalars + (row_R * (S + 1) + site) * N + i, logits[i], mask=valid_R)
-        if scalars is not None:
-            for i in tl.static_range(N):
-                tl.store(scalars + (row_R * (S + 1) + S) * N + i, inverses[i], mask=valid_R)
+            output, row_stride = _one_of(outputs, site, ALIGNMENT)
+            tl.store(
+                output + (row_R * row_stride)[:, None] + column_D[None, :], mixed * (1.0 / total_R)[:, None], mask=mask
+            )
+            log_sum_exp, _ = _one_of(log_sum_exps, site, 4)
+            tl.store(log_sum_exp + row_R, highest_R + tl.log(total_R), mask=valid_R & (tl.program_id(1) == 0))
 
     @triton.jit(do_not_specialize=["tokens"])
     def attn_res_phase_1_bwd_kernel(
         output_grads,
         log_sum_exp_grads,
+        added_grads,
         sources,
         queries,
         scalars,
@@ -341,61 +457,89 @@ if triton is not None:
         tokens,
         ALIGNMENT: tl.constexpr,
         D: tl.constexpr,
-        BLOCK_ROWS: tl.constexpr,
-        BLOCK_D: tl.constexpr,
+        BLOCK_T: tl.constexpr,
+        BLOCK_S: tl.constexpr,
+        BLOCK_N: tl.constexpr,
+        BLOCK_K: tl.constexpr,
+        PRECISION: tl.constexpr,
         STAGES: tl.constexpr,
     ):
+        """
+        All sums, over columns, sites and sources, are small matrix products. A program has a few tokens, so that the
+        queries serve several; of the products between rows of different tokens nothing is used. The rows are read
+        twice, the second time from a cache.
+
+        Legend: J pairs of a token and a site, M pairs of a token and a source.
+        """
         N: tl.constexpr = len(sources)
-        S: tl.constexpr = len(output_grads)
-        row_R = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        valid_R = row_R < tokens
-        values = ()
-        inverses = ()
-        value_grads = ()
-        moments = ()
-        for i in tl.static_range(N):
-            values += (_load(sources[i], row_R, valid_R, D, BLOCK_D),)
-            inverses += (tl.load(scalars + (row_R * (S + 1) + S) * N + i, mask=valid_R, other=0.0),)
-            value_grads += (tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32),)
-            moments += (tl.zeros([BLOCK_ROWS], tl.float32),)
-        for site in tl.range(S, num_stages=STAGES):
-            grad = _load(_one_of(output_grads, site, ALIGNMENT), row_R, valid_R, D, BLOCK_D).to(tl.float32)
-            log_sum_exp_grad, _ = _one_of(log_sum_exp_grads, site, 4)
-            log_sum_exp_grad_R = tl.load(log_sum_exp_grad + row_R, mask=valid_R, other=0.0)
-            query_D = _load_vector(queries + site * D, D, BLOCK_D)
-            logits = ()
-            highest_R = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-            for i in tl.static_range(N):
-                logits += (tl.load(scalars + (row_R * (S + 1) + site) * N + i, mask=valid_R, other=0.0),)
-                highest_R = tl.maximum(highest_R, logits[i])
-            total_R = tl.zeros([BLOCK_ROWS], tl.float32)
-            for i in tl.static_range(N):
-                total_R += tl.exp(logits[i] - highest_R)
-            terms = ()
-            for i in tl.static_range(N):
-                terms += (grad * values[i].to(tl.float32),)
-            products = _row_sums(terms)
-            weights = ()
-            mean_R = tl.zeros([BLOCK_ROWS], tl.float32)
-            for i in tl.static_range(N):
-                weights += (tl.exp(logits[i] - highest_R) / total_R,)
-                mean_R += weights[i] * products[i]
-            added_grads = ()
-            added_moments = ()
-            for i in tl.static_range(N):
-                logit_grad_R = weights[i] * (products[i] - mean_R + log_sum_exp_grad_R)
-                coefficient_R = logit_grad_R * inverses[i]
-                # [N, T, S]
-                address_R = coefficients + (i * tokens.to(tl.int64) + row_R) * S + site
-                tl.store(address_R, coefficient_R, mask=valid_R)
-                added_grads += (value_grads[i] + weights[i][:, None] * grad + coefficient_R[:, None] * query_D,)
-                added_moments += (moments[i] + logit_grad_R * logits[i],)
-            value_grads = added_grads
-            moments = added_moments
-        for i in tl.static_range(N):
-            shrink_R = inverses[i] * inverses[i] * moments[i] / D
-            value_grad = value_grads[i] - shrink_R[:, None] * values[i].to(tl.float32)
-            _store(source_grads[i], value_grad, row_R, valid_R, D, BLOCK_D)
+        SITES: tl.constexpr = len(output_grads)
+        first = tl.program_id(0).to(tl.int64) * BLOCK_T
+        token_J = first + tl.arange(0, BLOCK_T * BLOCK_S) // BLOCK_S
+        site_J = tl.arange(0, BLOCK_T * BLOCK_S) % BLOCK_S
+        valid_J = (token_J < tokens) & (site_J < SITES)
+        token_M = first + tl.arange(0, BLOCK_T * BLOCK_N) // BLOCK_N
+        source_M = tl.arange(0, BLOCK_T * BLOCK_N) % BLOCK_N
+        valid_M = (token_M < tokens) & (source_M < N)
+        grad_J1 = _row_of_each(output_grads, site_J, token_J)
+        value_M1 = _row_of_each(sources, source_M, token_M)
+        value_grad_M1 = _row_of_each(source_grads, source_M, token_M)
+        added_grad_M1 = value_grad_M1
+        if len(added_grads) > 0:
+            added_grad_M1 = _row_of_each(added_grads, source_M, token_M)
+
+        products_JM = tl.zeros([BLOCK_T * BLOCK_S, BLOCK_T * BLOCK_N], tl.float32)
+        for start in tl.range(0, D, BLOCK_K, num_stages=STAGES):
+            column_K = start + tl.arange(0, BLOCK_K)
+            grad_JK = _load_of_each(grad_J1, valid_J, column_K, ALIGNMENT, D)
+            value_MK = _load_of_each(value_M1, valid_M, column_K, ALIGNMENT, D)
+            if WIDENED:
+                grad_JK, value_MK = grad_JK.to(tl.float32), value_MK.to(tl.float32)
+            products_JM = tl.dot(grad_JK, tl.trans(value_MK), products_JM, input_precision=PRECISION)
+
+        address_M = scalars + (source_M * tokens.to(tl.int64) + token_M) * (SITES + 1)
+        mask_JM = (token_J[:, None] == token_M[None, :]) & valid_J[:, None] & valid_M[None, :]
+        logits_JM = tl.load(address_M[None, :] + site_J[:, None], mask=mask_JM, other=float("-inf"))
+        inverse_M = tl.load(address_M + SITES, mask=valid_M, other=0.0)
+        log_sum_exp_grad_J = tl.load(_address_of_each(log_sum_exp_grads, site_J) + token_J, mask=valid_J, other=0.0)
+        # of rows without a site any number will do
+        highest_J = tl.where(valid_J, tl.max(logits_JM, 1), 0.0)
+        odds_JM = tl.exp(logits_JM - highest_J[:, None])
+        weights_JM = odds_JM / tl.where(valid_J, tl.sum(odds_JM, 1), 1.0)[:, None]
+        mean_J = tl.sum(weights_JM * products_JM, 1)
+        logit_grad_JM = weights_JM * (products_JM - mean_J[:, None] + log_sum_exp_grad_J[:, None])
+        coefficient_JM = logit_grad_JM * inverse_M[None, :]
+        moment_M = tl.sum(logit_grad_JM * tl.where(mask_JM, logits_JM, 0.0), 0)
+        shrink_M = inverse_M * inverse_M * moment_M / D
+        # [N, T, SITES]
+        address_M = coefficients + (source_M * tokens.to(tl.int64) + token_M) * SITES
+        tl.store(address_M[None, :] + site_J[:, None], coefficient_JM, mask=mask_JM)
+
+        weights_MJ = tl.trans(weights_JM)
+        # the queries are those of every token
+        coefficient_MTS = tl.reshape(tl.trans(coefficient_JM), [BLOCK_T * BLOCK_N, BLOCK_T, BLOCK_S])
+        coefficient_MS = tl.sum(coefficient_MTS, 1)
+        site_S = tl.arange(0, BLOCK_S)
+        for start in tl.range(0, D, BLOCK_K, num_stages=STAGES):
+            column_K = start + tl.arange(0, BLOCK_K)
+            grad_JK = _load_of_each(grad_J1, valid_J, column_K, ALIGNMENT, D)
+            value_MK = _load_of_each(value_M1, valid_M, column_K, ALIGNMENT, D)
+            query_SK = _load_queries(queries, site_S, column_K, SITES, D)
+            value_grad_MK = -shrink_M[:, None] * value_MK.to(tl.float32)
+            if len(added_grads) > 0:
+                value_grad_MK += _load_of_each(added_grad_M1, valid_M, column_K, ALIGNMENT, D).to(tl.float32)
+            value_grad_MK = _dot(weights_MJ, grad_JK, value_grad_MK, PRECISION)
+            if grad_JK.dtype == tl.bfloat16 and not WIDENED:
+                high_SK = query_SK.to(tl.bfloat16)
+                value_grad_MK = _dot(coefficient_MS, high_SK, value_grad_MK, PRECISION)
+                rest_SK = (query_SK - high_SK.to(tl.float32)).to(tl.bfloat16)
+                value_grad_MK = tl.dot(coefficient_MS.to(tl.bfloat16), rest_SK, value_grad_MK)
+            else:
+                value_grad_MK = _dot(coefficient_MS, query_SK, value_grad_MK, PRECISION)
+            tl.store(
+                _columns_of_each(value_grad_M1, column_K, ALIGNMENT),
+                value_grad_MK,
+                mask=valid_M[:, None] & (column_K < D)[None, :],
+            )
 
     @triton.jit(do_not_specialize=["tokens", "tokens_of_program"])
     def attn_res_phase_1_query_grad_kernel(
@@ -404,7 +548,7 @@ if triton is not None:
         partial_sums,
         tokens,
         tokens_of_program,
-        S: tl.constexpr,
+        SITES: tl.constexpr,
         D: tl.constexpr,
         BLOCK_S: tl.constexpr,
         BLOCK_TOKENS: tl.constexpr,
@@ -421,8 +565,8 @@ if triton is not None:
                 token_T = start + tl.arange(0, BLOCK_TOKENS)
                 valid_T = token_T < end
                 coefficient_TS = tl.load(
-                    coefficients + (i * tokens.to(tl.int64) + token_T)[:, None] * S + site_S[None, :],
-                    mask=valid_T[:, None] & (site_S < S)[None, :],
+                    coefficients + (i * tokens.to(tl.int64) + token_T)[:, None] * SITES + site_S[None, :],
+                    mask=valid_T[:, None] & (site_S < SITES)[None, :],
                     other=0.0,
                 )
                 value_TD = tl.load(
@@ -430,13 +574,11 @@ if triton is not None:
                     mask=valid_T[:, None] & (column_D < D)[None, :],
                     other=0.0,
                 )
-                sums_SD = tl.dot(
-                    tl.trans(coefficient_TS), value_TD.to(tl.float32), acc=sums_SD, input_precision=PRECISION
-                )
+                sums_SD = _dot(tl.trans(coefficient_TS), value_TD, sums_SD, PRECISION)
         tl.store(
-            partial_sums + (tl.program_id(0).to(tl.int64) * S + site_S)[:, None] * D + column_D[None, :],
+            partial_sums + (tl.program_id(0).to(tl.int64) * SITES + site_S)[:, None] * D + column_D[None, :],
             sums_SD,
-            mask=(site_S < S)[:, None] & (column_D < D)[None, :],
+            mask=(site_S < SITES)[:, None] & (column_D < D)[None, :],
         )
 
     @triton.jit(do_not_specialize=["tokens"])
@@ -461,6 +603,7 @@ if triton is not None:
     ):
         row_R = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         valid_R = row_R < tokens
+        tokens = tokens.to(tl.int64)
         finished = _load(output, row_R, valid_R, D, BLOCK_D)
         value = _load(partial, row_R, valid_R, D, BLOCK_D)
         if update is not None:
@@ -481,15 +624,18 @@ if triton is not None:
         weight_R = tl.sigmoid(relative_R)
         result = FACTOR * (finished + weight_R[:, None] * (value - finished))
         if output_norm is not None:
-            result = _norm(result, _load_vector(output_norm, D, BLOCK_D), eps, D)
+            norm_R = _inverse_rms(result, eps, D)
+            result = result * norm_R[:, None] * _load_vector(output_norm, D, BLOCK_D)
+            if scalars is not None:
+                tl.store(scalars + 3 * tokens + row_R, norm_R, mask=valid_R)
         if update is not None:
             _store(new_partial, value, row_R, valid_R, D, BLOCK_D)
         _store(mixed, result, row_R, valid_R, D, BLOCK_D)
         if scalars is not None:
-            # [3, T]
+            # [4, T]
             tl.store(scalars + row_R, weight_R, mask=valid_R)
             tl.store(scalars + tokens + row_R, inverse_R, mask=valid_R)
-            tl.store(scalars + 2 * tokens.to(tl.int64) + row_R, logit_R, mask=valid_R)
+            tl.store(scalars + 2 * tokens + row_R, logit_R, mask=valid_R)
 
     @triton.jit(do_not_specialize=["tokens"])
     def attn_res_phase_2_bwd_kernel(
@@ -517,7 +663,9 @@ if triton is not None:
         query_D = _load_query(query, gain, D, BLOCK_D)
         query_sums = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
         norm_sums = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
-        for block in tl.range(tl.program_id(0), tl.cdiv(tokens, BLOCK_ROWS), tl.num_programs(0), num_stages=STAGES):
+        blocks = tl.cdiv(tokens, BLOCK_ROWS)
+        tokens = tokens.to(tl.int64)
+        for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0), num_stages=STAGES):
             row_R = (block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
             valid_R = row_R < tokens
             grad = _load(mixed_grad, row_R, valid_R, D, BLOCK_D).to(tl.float32)
@@ -527,7 +675,7 @@ if triton is not None:
                 value_grad = _load(partial_grad, row_R, valid_R, D, BLOCK_D).to(tl.float32)
             weight_R = tl.load(scalars + row_R, mask=valid_R, other=0.0)
             inverse_R = tl.load(scalars + tokens + row_R, mask=valid_R, other=0.0)
-            logit_R = tl.load(scalars + 2 * tokens.to(tl.int64) + row_R, mask=valid_R, other=0.0)
+            logit_R = tl.load(scalars + 2 * tokens + row_R, mask=valid_R, other=0.0)
             if output is not None:
                 finished = _load(output, row_R, valid_R, D, BLOCK_D).to(tl.float32)
             else:
@@ -538,12 +686,22 @@ if triton is not None:
                 finished = finished.to(partial[0].dtype.element_ty).to(tl.float32)
 
             difference = value - finished
-            if output_norm is not None:
-                mixed = FACTOR * (finished + weight_R[:, None] * difference)
-                grad, norm_sum = _norm_backward(grad, mixed, _load_vector(output_norm, D, BLOCK_D), eps, D)
-                norm_sums += norm_sum
+            if output_norm is None:
+                product_R = tl.sum(grad * difference, 1)
+            else:
+                # the gradient of a norm and its product with the difference from sums that need not wait for it
+                norm_R = tl.load(scalars + 3 * tokens + row_R, mask=valid_R, other=0.0)
+                normal = (FACTOR * norm_R)[:, None] * (finished + weight_R[:, None] * difference)
+                norm_sums += grad * normal
+                grad *= _load_vector(output_norm, D, BLOCK_D)
+                mean_R, product_R, other_R, _ = _row_sums(
+                    (grad * normal, grad * difference, normal * difference, tl.zeros_like(grad))
+                )
+                mean_R /= D
+                grad = norm_R[:, None] * (grad - mean_R[:, None] * normal)
+                product_R = norm_R * (product_R - mean_R * other_R)
             grad *= FACTOR
-            logit_grad_R = weight_R * (1.0 - weight_R) * tl.sum(grad * difference, 1)
+            logit_grad_R = FACTOR * weight_R * (1.0 - weight_R) * product_R
             value_grad += weight_R[:, None] * grad
             value_grad += _logit_backward(logit_grad_R, value, query_D, inverse_R, logit_R, D)
             query_sums += (logit_grad_R * inverse_R)[:, None] * value
@@ -607,16 +765,24 @@ class Tile:
 TILES = {
     "attn_res_fwd": Tile(16),
     "attn_res_bwd": Tile(16, programs_per_multiprocessor=4, stages=1),
-    "attn_res_phase_1_fwd": Tile(8, stages=2),
-    "attn_res_phase_1_bwd": Tile(8, stages=3),
+    "attn_res_phase_1_few_fwd": Tile(16),
     "attn_res_phase_2_fwd": Tile(16),
-    "attn_res_phase_2_bwd": Tile(16, programs_per_multiprocessor=4, stages=1),
+    "attn_res_phase_2_bwd": Tile(16, programs_per_multiprocessor=3, stages=2),
 }
-QUERY_GRAD_TILE = {"BLOCK_TOKENS": 32, "BLOCK_D": 128, "num_warps": 8, "num_stages": 3}
+SCORE_TILE = {"BLOCK_T": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
+PHASE_1_FWD_TILE = {"BLOCK_ROWS": 1, "BLOCK_D": 2048, "num_warps": 4}
+PHASE_1_BWD_TILE = {"BLOCK_K": 64, "num_warps": 2, "STAGES": 3}
+# pairs of a token and a source of a program, to fill a matrix
+PHASE_1_BWD_ROWS = 16
+QUERY_GRAD_TILE = {"BLOCK_TOKENS": 32, "BLOCK_D": 128, "num_warps": 4, "num_stages": 3}
+# from so many tokens on, phase 1 reads the sources twice instead of once for every site
+MANY_TOKENS = 256
 # of one launch: what a program holds must fit into registers
 MAX_SOURCES = 16
 MAX_SITES = 16
 MAX_HIDDEN_SIZE = 32768
+# of so many, phase 2's backward reads each again instead of one kept mix
+RECOMPUTED_SOURCES = 4
 MAX_ELEMENTS = 65536
 
 
@@ -708,72 +874,117 @@ def attn_res_phase_1_forward(
 ) -> list[Tensor]:
     """
     The mixes of all sites, their log-sum-exps, and, if `training`, logits and inverse root mean squares of the
-    sources, `[T, S + 1, N]`.
+    sources, `[N, T, S + 1]`.
     """
-    sites = len(pseudo_queries)
+    sites, source = len(pseudo_queries), sources[0]
     outputs = _new_phase_1(sources, sites, training)
-    tokens, constants, programs = _launch("attn_res_phase_1_fwd", sources[0])
-    if tokens:
-        with device_of(sources[0]):
-            attn_res_phase_1_fwd_kernel[(programs,)](
+    tokens, hidden_size = _tokens(source), source.shape[-1]
+    if not tokens:
+        return outputs
+    results = tuple(map(_argument, outputs[:sites])), tuple((x, 1) for x in outputs[sites : 2 * sites])
+    scalars = outputs[-1] if training else None
+    with device_of(source):
+        if tokens < MANY_TOKENS:
+            _, constants, programs = _launch("attn_res_phase_1_few_fwd", source)
+            parameters = [_vector(x) for x in (*pseudo_queries, *norm_weights)]
+            attn_res_phase_1_few_fwd_kernel[(programs, sites)](
                 tuple(map(_argument, sources)),
-                _fold(pseudo_queries, norm_weights),
-                tuple(map(_argument, outputs[:sites])),
-                tuple((log_sum_exp, 1) for log_sum_exp in outputs[sites : 2 * sites]),
-                outputs[-1] if training else None,
+                *(tuple((x, 1) for x in group) for group in (parameters[:sites], parameters[sites:])),
+                *results,
+                scalars,
                 tokens,
                 eps,
-                ALIGNMENT=16,
+                ALIGNMENT=min(16 if x.data_ptr() % 16 == 0 else x.element_size() for x in parameters),
                 **constants,
             )
+            return outputs
+        if scalars is None:
+            scalars = _new_phase_1_scalars(sources, sites)
+        sources = _of_equal_strides(sources)
+        attn_res_phase_1_score_kernel[(_divide_up(tokens, SCORE_TILE["BLOCK_T"]), len(sources))](
+            tuple(map(_argument, sources)),
+            _fold(pseudo_queries, norm_weights),
+            scalars,
+            tokens,
+            eps,
+            ALIGNMENT=_alignment(sources),
+            SITES=sites,
+            D=hidden_size,
+            BLOCK_S=max(16, _power_of_2_from(sites)),
+            PRECISION=_precision(),
+            **SCORE_TILE,
+        )
+        grid = (
+            _divide_up(tokens, PHASE_1_FWD_TILE["BLOCK_ROWS"]),
+            _divide_up(hidden_size, PHASE_1_FWD_TILE["BLOCK_D"]),
+        )
+        attn_res_phase_1_fwd_kernel[grid](
+            tuple(map(_argument, sources)),
+            scalars,
+            *results,
+            tokens,
+            ALIGNMENT=16,
+            D=hidden_size,
+            **PHASE_1_FWD_TILE,
+        )
     return outputs
 
 
 def attn_res_phase_1_backward(
     output_grads: list[Tensor],
     log_sum_exp_grads: list[Tensor],
+    added_grads: list[Tensor],
     sources: list[Tensor],
     pseudo_queries: list[Tensor],
     norm_weights: list[Tensor],
     scalars: Tensor,
 ) -> list[Tensor]:
-    """Gradients of the sources, and of the queries and norm weights of all sites, `[S, D]`, the latter if any."""
+    """
+    Gradients of the sources, with `added_grads` added if there are any, and of the queries and norm weights of all
+    sites, `[S, D]`, the latter if any.
+    """
     sites, source = len(pseudo_queries), sources[0]
-    hidden_size = source.shape[-1]
+    tokens, hidden_size = _tokens(source), source.shape[-1]
     source_grads = [_new_like(source) for source in sources]
-    tokens, constants, programs = _launch("attn_res_phase_1_bwd", source)
     coefficients = source.new_empty((len(sources), tokens, sites), dtype=torch.float32)
     # few enough programs that their sums are small beside the sources, enough to fill the device
     columns = _divide_up(hidden_size, QUERY_GRAD_TILE["BLOCK_D"])
-    splits = max(1, min(_divide_up(tokens, 128), _divide_up(2 * _multiprocessors(source.device), columns)))
+    splits = max(1, min(_divide_up(tokens, 128), _divide_up(4 * multiprocessors(source.device), columns)))
     partial_sums = _new_sums(splits if tokens else 0, sites, source)
     if tokens:
-        output_grads = _with_equal_strides([_as_rows(grad) for grad in output_grads])
-        aligned = all(grad.data_ptr() % 16 == 0 for grad in output_grads)
+        sources, output_grads, added_grads = map(_of_equal_strides, (sources, output_grads, added_grads))
+        arguments = tuple(map(_argument, sources))
+        block_sources = max(4, _power_of_2_from(len(sources)))
+        block_tokens = max(1, PHASE_1_BWD_ROWS // block_sources)
         with device_of(source):
-            attn_res_phase_1_bwd_kernel[(programs,)](
+            attn_res_phase_1_bwd_kernel[(_divide_up(tokens, block_tokens),)](
                 tuple(map(_argument, output_grads)),
                 tuple((grad.reshape(-1).contiguous(), 1) for grad in log_sum_exp_grads),
-                tuple(map(_argument, sources)),
+                tuple(map(_argument, added_grads)),
+                arguments,
                 _fold(pseudo_queries, norm_weights),
                 scalars,
                 tuple(map(_argument, source_grads)),
                 coefficients,
                 tokens,
-                ALIGNMENT=16 if aligned else source.element_size(),
-                **constants,
+                ALIGNMENT=min(_alignment(x) for x in (sources, output_grads, added_grads or sources)),
+                D=hidden_size,
+                BLOCK_T=block_tokens,
+                BLOCK_S=max(16, _power_of_2_from(sites)),
+                BLOCK_N=block_sources,
+                PRECISION=_precision(),
+                **PHASE_1_BWD_TILE,
             )
             attn_res_phase_1_query_grad_kernel[(splits, columns)](
-                tuple(map(_argument, sources)),
+                arguments,
                 coefficients,
                 partial_sums,
                 tokens,
                 _divide_up(tokens, splits),
-                S=sites,
+                SITES=sites,
                 D=hidden_size,
                 BLOCK_S=max(16, _power_of_2_from(sites)),
-                # fp32 products of tensor cores, where there is that choice
-                PRECISION="ieee" if torch.version.hip else "tf32x3",
+                PRECISION=_precision(),
                 **QUERY_GRAD_TILE,
             )
     gains = torch.stack(norm_weights) if norm_weights else None
@@ -796,7 +1007,8 @@ def attn_res_phase_2_forward(
 ) -> list[Tensor]:
     """
     The new running sum if there is an update, the mix, and, if `training`, the sum's weight, inverse root mean square
-    and logit, `[3, T]`. Of `sources` only the backward makes use.
+    and logit, and, if it is normalised, the inverse root mean square of the mix, `[4, T]`. Of `sources` only the
+    backward makes use.
     """
     outputs = _new_phase_2(partial, update, training)
     mixed = outputs[0 if update is None else 1]
@@ -904,10 +1116,20 @@ def _as_rows(tensor: Tensor) -> Tensor:
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
-def _with_equal_strides(tensors: list[Tensor]) -> list[Tensor]:
-    if len({tensor.stride(0) for tensor in tensors}) == 1:
-        return tensors
-    return [tensor.contiguous() for tensor in tensors]
+def _of_equal_strides(tensors: list[Tensor]) -> list[Tensor]:
+    rows = [_as_rows(tensor) for tensor in tensors]
+    return rows if len({row.stride(0) for row in rows}) == 1 else [row.contiguous() for row in rows]
+
+
+def _alignment(tensors: list[Tensor]) -> int:
+    """Of the rows in bytes, as far as it matters."""
+    size = tensors[0].element_size()
+    return 16 if all(x.data_ptr() % 16 == 0 and x.stride(0) * size % 16 == 0 for x in tensors) else size
+
+
+def _precision() -> str:
+    """Of fp32 matrix products: of tensor cores, where there is that choice."""
+    return "ieee" if torch.version.hip else "tf32x3"
 
 
 def _argument(tensor: Tensor | None) -> tuple | None:
@@ -948,14 +1170,18 @@ def _new_phase_1(sources: list[Tensor], sites: int, training: bool) -> list[Tens
     outputs = [_new_like(source) for _ in range(sites)]
     outputs += [_new_scalars(source) for _ in range(sites)]
     if training:
-        outputs.append(source.new_empty((_tokens(source), sites + 1, len(sources)), dtype=torch.float32))
+        outputs.append(_new_phase_1_scalars(sources, sites))
     return outputs
+
+
+def _new_phase_1_scalars(sources: list[Tensor], sites: int) -> Tensor:
+    return sources[0].new_empty((len(sources), _tokens(sources[0]), sites + 1), dtype=torch.float32)
 
 
 def _new_phase_2(partial: Tensor, update: Tensor | None, training: bool) -> list[Tensor]:
     outputs = [_new_like(partial) for _ in range(1 if update is None else 2)]
     if training:
-        outputs.append(partial.new_empty((3, _tokens(partial)), dtype=torch.float32))
+        outputs.append(partial.new_empty((4, _tokens(partial)), dtype=torch.float32))
     return outputs
 
 
@@ -975,11 +1201,6 @@ def _power_of_2_from(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-@lru_cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
 @lru_cache(maxsize=1024)
 def _constants(tile: Tile, tokens: int, hidden_size: int, device: torch.device) -> tuple[dict[str, int], int]:
     block_d = _power_of_2_from(hidden_size)
@@ -994,7 +1215,7 @@ def _constants(tile: Tile, tokens: int, hidden_size: int, device: torch.device) 
         constants["STAGES"] = tile.stages
     programs = _divide_up(tokens, block_rows)
     if tile.programs_per_multiprocessor:
-        programs = min(programs, tile.programs_per_multiprocessor * _multiprocessors(device))
+        programs = min(programs, tile.programs_per_multiprocessor * multiprocessors(device))
     return constants, programs
 
 
@@ -1035,22 +1256,28 @@ class _Operation:
 
 class _DifferentiableOperation(_Operation):
     """
-    One whose last argument, `training`, asks for another output, which the backward needs.
+    One whose last argument, `training`, asks for another output, which the backward needs. Some inputs are handed on
+    as further outputs: whoever reads them from there leaves it to the backward to add up their gradients.
 
     Args:
-        save, backward (callable): As `torch.library.register_autograd` takes them.
+        save, backward (callable): As `torch.library.register_autograd` takes them; the backward may get gradients of
+            what is handed on, after those of the outputs.
+        handed_on (callable): Gives these, with the same arguments.
     """
 
-    def __init__(self, function: Callable, new_outputs: Callable, save: Callable, backward: Callable):
+    def __init__(
+        self, function: Callable, new_outputs: Callable, save: Callable, backward: Callable, handed_on: Callable
+    ):
         super().__init__(function, new_outputs)
-        self.save, self.backward = save, backward
+        self.save, self.backward, self.handed_on = save, backward, handed_on
         self.typed.register_autograd(backward, setup_context=save)
 
     def __call__(self, *inputs) -> list[Tensor]:
         tensors = _tensors(inputs)
         training = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         if not (training and _is_plain(tensors)):
-            return super().__call__(*inputs, training)
+            # a typed operation may not return its inputs
+            return [*super().__call__(*inputs, training), *self.handed_on(*inputs)]
         lengths = tuple(len(x) if isinstance(x, list) else None for x in inputs)
         flat = [x for entry in inputs for x in (entry if isinstance(entry, list) else [entry])]
         return list(_PlainFunction.apply(self, lengths, *flat))
@@ -1066,7 +1293,7 @@ class _PlainFunction(torch.autograd.Function):
         outputs = operation.function(*inputs, True)
         operation.save(ctx, (*inputs, True), output=outputs)
         ctx.operation = operation
-        return tuple(outputs)
+        return *outputs, *operation.handed_on(*inputs)
 
     @staticmethod
     @once_differentiable
@@ -1101,7 +1328,7 @@ def _backward_attn_res(ctx, grads):
 def _save_phase_1(ctx, inputs, output):
     sources, queries, gains, _, training = inputs
     ctx.set_materialize_grads(False)
-    ctx.numbers = len(sources), len(queries)
+    ctx.numbers = len(sources), len(queries), len(output)
     if training:
         ctx.mark_non_differentiable(output[-1])
         ctx.save_for_backward(output[-1], *sources, *queries, *gains)
@@ -1109,14 +1336,19 @@ def _save_phase_1(ctx, inputs, output):
 
 def _backward_phase_1(ctx, grads):
     scalars, *saved = ctx.saved_tensors
-    n, sites = ctx.numbers
+    n, sites, outputs = ctx.numbers
     sources, queries, gains = saved[:n], saved[n : n + sites], saved[n + sites :]
     output_grads = [torch.zeros_like(sources[0]) if grad is None else grad for grad in grads[:sites]]
     log_sum_exp_grads = [
         torch.zeros_like(sources[0][..., 0], dtype=torch.float32) if grad is None else grad
         for grad in grads[sites : 2 * sites]
     ]
-    grads = _attn_res_phase_1_backward(output_grads, log_sum_exp_grads, sources, queries, gains, scalars)
+    added = list(grads[outputs:])
+    if any(grad is not None for grad in added):
+        added = [torch.zeros_like(sources[0]) if grad is None else grad for grad in added]
+    else:
+        added = []
+    grads = _attn_res_phase_1_backward(output_grads, log_sum_exp_grads, added, sources, queries, gains, scalars)
     parameter_grads = [list(grad.unbind(0)) for grad in grads[n:]]
     return grads[:n], parameter_grads[0], parameter_grads[1] if gains else [], None, None
 
@@ -1134,7 +1366,8 @@ def _save_phase_2(ctx, inputs, output):
 
 def _backward_phase_2(ctx, grads):
     output, partial, query, gain, bias, output_norm, scalars, *sources = ctx.saved_tensors
-    partial_grad, mixed_grad = grads[:2] if ctx.has_update else (None, grads[0])
+    # without an update the sum is handed on, after the mix and the scalars
+    partial_grad, mixed_grad = grads[:2] if ctx.has_update else (grads[2] if len(grads) > 2 else None, grads[0])
     if mixed_grad is None:
         mixed_grad = torch.zeros_like(partial)
     output_grad, log_sum_exp_grad, partial_grad, *grads = _attn_res_phase_2_backward(
@@ -1168,7 +1401,7 @@ _attn_res_backward = _Operation(
 )
 _attn_res_phase_1_backward = _Operation(
     attn_res_phase_1_backward,
-    lambda output_grads, log_sum_exp_grads, sources, queries, gains, scalars: [
+    lambda output_grads, log_sum_exp_grads, added_grads, sources, queries, gains, scalars: [
         *map(_new_like, sources),
         *_new_parameter_grads(torch.stack(queries), torch.stack(gains) if gains else None),
     ],
@@ -1185,16 +1418,19 @@ run_attn_res = _DifferentiableOperation(
     lambda sources, query, gain, bias, output_norm, eps, factor, training: _new_mix(sources, training),
     _save_attn_res,
     _backward_attn_res,
+    lambda *inputs: [],
 )
 run_attn_res_phase_1 = _DifferentiableOperation(
     attn_res_phase_1_forward,
     lambda sources, queries, gains, eps, training: _new_phase_1(sources, len(queries), training),
     _save_phase_1,
     _backward_phase_1,
+    lambda sources, *_: sources,
 )
 run_attn_res_phase_2 = _DifferentiableOperation(
     attn_res_phase_2_forward,
     lambda output, log_sum_exp, partial, update, *rest: _new_phase_2(partial, update, rest[-1]),
     _save_phase_2,
     _backward_phase_2,
+    lambda output, log_sum_exp, partial, update, *_: [partial] if update is None else [],
 )

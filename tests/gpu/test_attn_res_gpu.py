@@ -20,7 +20,7 @@ def draw(*shape, seed=0, dtype=torch.bfloat16, device="cuda"):
 def run(sources, queries, gains, norms, impl, recompute=False):
     """Outputs and gradients of a block whose sub-layers shift the features."""
     leaves = [*sources, *queries, *gains, *norms]
-    outputs, log_sum_exps = attn_res_phase_1(sources, queries, gains, eps=EPS, impl=impl)
+    outputs, log_sum_exps, sources = attn_res_phase_1(sources, queries, gains, eps=EPS, impl=impl)
     partial, update, mixes = None, outputs[0].roll(1, -1), []
     for site in range(1, len(queries)):
         partial, mixed = attn_res_phase_2(
@@ -59,20 +59,20 @@ def test_every_size(hidden_size, sources, recompute):
 
 def test_offsets_beyond_32_bits():
     """The last tokens of a large tensor come out as they do alone."""
-    tokens, hidden_size = 2**31 // 4096 + 17, 4096
+    tokens, hidden_size, last = 2**31 // 4096 + 16, 4096, 512
     large = [draw(tokens, hidden_size, seed=i) for i in range(2)]
     query, gain = draw(hidden_size, seed=5), draw(hidden_size, seed=6)
 
     def last_rows(sources):
-        (output,), (log_sum_exp,) = attn_res_phase_1(sources[:1], [query], [gain], eps=EPS, impl="triton")
+        (output,), (log_sum_exp,), _ = attn_res_phase_1(sources[:1], [query], [gain], eps=EPS, impl="triton")
         partial, mixed = attn_res_phase_2(
             output, log_sum_exp, sources[0], sources[1], query, gain, eps=EPS, num_sources=2, impl="triton"
         )
         single = attn_res(sources, query, gain, eps=EPS, impl="triton")
         grads = torch.autograd.grad([mixed, single], sources, [mixed.detach(), single.detach()])
-        return [x[-16:].clone() for x in (partial, mixed, single, *grads)]
+        return [x[-last:].clone() for x in (partial, mixed, single, *grads)]
 
-    expected = last_rows([x.detach()[-16:].requires_grad_() for x in large])
+    expected = last_rows([x.detach()[-last:].requires_grad_() for x in large])
     assert all(torch.equal(*pair) for pair in zip(last_rows(large), expected, strict=True))
 
 
@@ -89,7 +89,7 @@ def test_compiled(recompute):
     tensors += [[draw(256, seed=10 * k + i) for i in range(3)] for k in (1, 2, 3)]
 
     def block(sources, queries, gains, norms):
-        outputs, log_sum_exps = attn_res_phase_1(sources, queries, gains, eps=EPS, impl="triton")
+        outputs, log_sum_exps, sources = attn_res_phase_1(sources, queries, gains, eps=EPS, impl="triton")
         partial, mixed = attn_res_phase_2(
             *(outputs[1], log_sum_exps[1], None, outputs[0], queries[1], gains[1]),
             eps=EPS,
@@ -105,7 +105,8 @@ def test_compiled(recompute):
     for function in (block, torch.compile(block, fullgraph=True)):
         output = function(*tensors)
         results.append([output, *torch.autograd.grad(output, leaves, torch.ones_like(output))])
-    torch.testing.assert_close(*results, atol=2e-2, rtol=2e-2)
+    for ours, expected in zip(*results, strict=True):
+        assert (ours.float() - expected.float()).norm() <= 1e-2 * expected.float().norm()
 
 
 def test_in_a_cuda_graph():

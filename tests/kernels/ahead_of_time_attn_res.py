@@ -16,11 +16,9 @@ from depthmix.kernels import attn_res_triton
 SHAPES = (
     (2048, 4, 8, torch.bfloat16, False, False),
     (2048, 3, 8, torch.bfloat16, True, True),
-    (4096, 8, 12, torch.bfloat16, False, False),
     (1536, 2, 4, torch.float32, True, False),
     (2304, 1, 3, torch.float16, False, True),
-    (7168, 4, 2, torch.bfloat16, True, False),
-    (100, 2, 2, torch.bfloat16, False, True),
+    (7168, 2, 2, torch.bfloat16, True, False),
 )
 
 
@@ -53,8 +51,11 @@ def launches_of(hidden_size, sources, sites, dtype, extras, recomputed):
     ):
         _, scalars = k.attn_res_forward(values, *one, 1e-6, 1, True)
         k.attn_res_backward(values[0], values, *one, scalars, 1e-6, 1)
+        k.attn_res_phase_1_forward([value[:8] for value in values], *every, 1e-6, True)
         outputs = k.attn_res_phase_1_forward(values, *every, 1e-6, True)
-        k.attn_res_phase_1_backward(outputs[:sites], outputs[sites:-1], values, *every, outputs[-1])
+        k.attn_res_phase_1_backward(
+            outputs[:sites], outputs[sites:-1], values if extras else [], values, *every, outputs[-1]
+        )
         phase_2 = (values[0], log_sum_exp, values[0], values[0], *one, [])
         *_, scalars = k.attn_res_phase_2_forward(*phase_2, 1e-6, 1, True)
         kept = (None, values) if recomputed else (values[0], [])

@@ -27,6 +27,12 @@ EXPLORE = settings(deadline=None, derandomize=True, suppress_health_check=[Healt
 
 
 @pytest.fixture(autouse=True)
+def few_tokens_as_many(monkeypatch):
+    """Phase 1 as it runs for many tokens; a test of its own compares the other way."""
+    monkeypatch.setattr(attn_res_triton, "MANY_TOKENS", 1)
+
+
+@pytest.fixture(autouse=True)
 def nan_in_fresh_memory():
     """What a kernel does not write is not a number."""
     torch.use_deterministic_algorithms(True)
@@ -63,6 +69,7 @@ class Block:
         d = shape[-1]
         self.options = {"eps": EPS, "scale": scale}
         self.scale, self.recompute, self.sites = scale, recompute, sites
+        self.num_outputs = 2 * sites + sources
         names = [f"source_{i}" for i in range(sources)] + [f"update_{i}" for i in range(sites)]
         self.tensors = {name: draw(*shape, dtype=dtype, seed=i) for i, name in enumerate(names)}
         for i in range(sites):
@@ -97,7 +104,7 @@ class Block:
 
     def two_phases(self, leaves, impl):
         sources, gains = self.all(leaves, "source"), self.all(leaves, "gain") or None
-        finished = attn_res_phase_1(sources, self.all(leaves, "query"), gains, eps=EPS, impl=impl)
+        *finished, sources = attn_res_phase_1(sources, self.all(leaves, "query"), gains, eps=EPS, impl=impl)
         partial_sum, outputs = None, []
         for i, (output, log_sum_exp) in enumerate(zip(*finished, strict=True)):
             partial_sum, mixed = attn_res_phase_2(
@@ -110,9 +117,8 @@ class Block:
                 impl=impl,
                 **self.options,
             )
-            # the first sum is the update itself
-            outputs += [partial_sum, mixed] if i else [mixed]
-        return outputs
+            outputs += [partial_sum, mixed]
+        return [*outputs, *sources]
 
     def direct(self, leaves, impl):
         sources, partial_sum, outputs = self.all(leaves, "source"), None, []
@@ -126,8 +132,8 @@ class Block:
                 impl=impl,
                 **self.options,
             )
-            outputs += [partial_sum, mixed] if i else [mixed]
-        return outputs
+            outputs += [partial_sum, mixed]
+        return [*outputs, *sources]
 
 
 def assert_close_to(actual, expected, tolerance):
@@ -165,7 +171,7 @@ def test_reference_vector():
         close = partial(torch.testing.assert_close, atol=1e-8, rtol=0)
         close(attn_res(sources, query, norm_weight, eps=1e-5), torch.tensor(mixed, dtype=torch.float64))
         close(attn_res_weights(sources, query, norm_weight, eps=1e-5), torch.tensor(weights, dtype=torch.float64))
-        (output,), (log_sum_exp,) = attn_res_phase_1(
+        (output,), (log_sum_exp,), _ = attn_res_phase_1(
             sources, [query], None if norm_weight is None else [norm_weight], eps=1e-5
         )
         close(output, torch.tensor(mixed, dtype=torch.float64))
@@ -259,7 +265,7 @@ CASES = {
     "not a power of two": {"shape": (1, 2, 100)},
     "wide": {"shape": (1, 3, 1536), "sites": 2},
     "narrow": {"shape": (7, 5), "sites": 2},
-    "one column": {"shape": (9, 1), "sites": 2},
+    "one column": {"shape": (9, 1), "sites": 2, "norm": False},
     "one token": {"shape": (1, 1, 48)},
     "no leading dimension": {"shape": (48,)},
     "more tokens than programs": {"shape": (150, 64), "sites": 2},
@@ -335,7 +341,7 @@ def test_layout_of_inputs_and_gradients_does_not_matter(layout, mix):
         laid_out = {n: LAYOUTS[layout](x) if x.ndim == 3 else x for n, x in leaves.items()}
         return mix(laid_out, impl)
 
-    grads = [LAYOUTS[layout](draw(2, 3, 48, seed=500 + i).detach()) for i in range(2 * block.sites - 1)]
+    grads = [LAYOUTS[layout](draw(2, 3, 48, seed=500 + i).detach()) for i in range(block.num_outputs)]
     assert not grads[0].is_contiguous()
     assert_close_to(block.run("triton", mix=through_layout, grads=grads), expected, 1e-6)
 
@@ -347,7 +353,7 @@ def test_gradients_of_sites_may_be_laid_out_differently():
     laid_out = [grads[0], LAYOUTS["rows apart"](grads[1]), LAYOUTS["transposed"](grads[2])]
     results = []
     for incoming in (grads, laid_out):
-        outputs, _ = attn_res_phase_1(sources, queries, eps=EPS, impl="triton")
+        outputs, *_ = attn_res_phase_1(sources, queries, eps=EPS, impl="triton")
         results.append(torch.autograd.grad(outputs, [*sources, *queries], incoming))
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
@@ -358,17 +364,17 @@ def test_gradient_of_a_plain_sum(mix):
     """Its strides are zero."""
     block = Block()
     mix = getattr(block, mix)
-    ones = [torch.ones((), device=DEVICE).expand(2, 3, 48) for _ in range(2 * block.sites - 1)]
+    ones = [torch.ones((), device=DEVICE).expand(2, 3, 48) for _ in range(block.num_outputs)]
     copies = [grad.contiguous() for grad in ones]
     given, copied = block.run("triton", mix=mix, grads=ones), block.run("triton", mix=mix, grads=copies)
     assert all(torch.equal(given[name], copied[name]) for name in given)
 
 
 @needs_triton
-@pytest.mark.parametrize("used", [0, 1, 2, 4])
+@pytest.mark.parametrize("used", [0, 1, 2, 4, 7])
 def test_gradient_of_a_part_of_the_outputs(used):
     block = Block()
-    grads = [draw(2, 3, 48, seed=500 + i) if i == used else None for i in range(2 * block.sites - 1)]
+    grads = [draw(2, 3, 48, seed=500 + i) if i == used else None for i in range(block.num_outputs)]
     ours, expected = (block.run(impl, grads=grads) for impl in ("triton", "reference"))
     for name, tensor in expected.items():
         zero = torch.zeros(()) if tensor is None else tensor
@@ -392,13 +398,13 @@ def test_gradient_of_a_part_of_the_inputs():
 def test_sum_that_is_there_already(impl):
     """`partial` without an `update` is an `update` without a `partial`."""
     block = Block(sites=1)
-    (output,), (log_sum_exp,) = attn_res_phase_1(
+    (output,), (log_sum_exp,), _ = attn_res_phase_1(
         block.all(block.tensors, "source"), block.all(block.tensors, "query"), eps=EPS, impl=impl
     )
     update, query = block.tensors["update_0"], block.tensors["query_0"]
     phase_2 = partial(attn_res_phase_2, output, log_sum_exp, eps=EPS, num_sources=4, impl=impl)
     as_update, as_partial = phase_2(None, update, query), phase_2(update, None, query)
-    assert as_update[0] is update and as_partial[0] is update
+    assert all(x[0].data_ptr() == update.data_ptr() and torch.equal(x[0], update) for x in (as_update, as_partial))
     assert torch.equal(as_update[1], as_partial[1])
 
 
@@ -424,7 +430,7 @@ def test_mixed_dtypes(impl, low):
         assert_close_to(ours, block.run("reference", tensors, mix=mix), 1e-2)
         assert ours["gradient of update_0"].dtype is ours[f"gradient of {low}"].dtype is torch.bfloat16
         assert ours["gradient of source_2"].dtype is torch.float32
-        assert ours["output 0"].dtype is torch.float32
+        assert ours["output 1"].dtype is torch.float32
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -444,18 +450,33 @@ def test_huge_logits_stay_finite(impl):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_tokens_do_not_see_each_other(impl):
+@pytest.mark.parametrize("other", [float("nan"), 100.0])
+def test_tokens_do_not_see_each_other(impl, other):
     block = Block((5, 48), norm=False)
     clean = block.run(impl)
     tensors = {name: tensor.detach().clone() for name, tensor in block.tensors.items()}
     for name, tensor in tensors.items():
         if name.startswith(("source", "update")):
-            tensor[1] = float("nan")
+            tensor[1] = other
     spoiled = block.run(impl, tensors)
     kept = [0, 2, 3, 4]
     for name in clean:
-        if clean[name].ndim == 2:
+        # a NaN anywhere makes the gradients of parameters NaN in any case
+        if clean[name].ndim == 2 and not (math.isnan(other) and name.startswith("gradient")):
             assert torch.equal(clean[name][kept], spoiled[name][kept]), name
+
+
+@needs_triton
+@pytest.mark.parametrize("sources", [1, 3])
+def test_phase_1_of_few_tokens_is_that_of_many(sources, monkeypatch):
+    tensors = [draw(5, 48, seed=i) for i in range(sources)], [draw(48, seed=8 + i) for i in range(3)]
+    results = []
+    for many_tokens in (1, 100):
+        monkeypatch.setattr(attn_res_triton, "MANY_TOKENS", many_tokens)
+        outputs, log_sum_exps, _ = attn_res_phase_1(*tensors, eps=EPS, impl="triton")
+        grads = torch.autograd.grad(sum(map(torch.sum, [*outputs, *log_sum_exps])), [*tensors[0], *tensors[1]])
+        results.append([*outputs, *log_sum_exps, *grads])
+    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
 
 
 @needs_triton
@@ -503,8 +524,8 @@ def test_operations_are_recorded():
 
     recorded = make_fx(gradients)(*block.tensors.values())
     others = [(2 * tensor.detach()).requires_grad_() for tensor in block.tensors.values()]
-    for ours, expected in zip(recorded(*others), gradients(*others), strict=True):
-        assert torch.equal(ours, expected)
+    # there the gradients of what is handed on are added in another order
+    torch.testing.assert_close(recorded(*others), list(gradients(*others)), atol=1e-4, rtol=1e-5)
 
 
 class TestErrors:

@@ -379,7 +379,9 @@ class TestSources:
 
         for layer in model.model.layers:
             layer.register_forward_pre_hook(look)
-            layer.register_forward_hook(lambda _, __, output: states.append(weakref.ref(output)))
+            layer.register_forward_hook(
+                lambda _, __, output: states.append(weakref.ref(output[0] if isinstance(output, tuple) else output))
+            )
         gc.disable()
         try:
             outputs = model(token_ids(2, 7), use_cache=False)
@@ -406,9 +408,20 @@ class TestSources:
                 state, *finished = output if isinstance(output, tuple) else (output,)
                 next_args = calls[i + 1][0]
                 assert next_args[0] is state
-                if finished:
-                    assert next_args[counts[2 * i + 2]] is finished[0]
+                given = next_args[1 : 1 + counts[2 * i + 2]]
+                assert all(a is b for a, b in zip(reversed(given), reversed(finished), strict=False))
                 assert all(kept is source for kept, source in zip(next_args[1:], sources, strict=False))
+
+    @pytest.mark.parametrize("fields", [{"attnres_block_size": 1}, {"attnres_block_size": 2}])
+    def test_hook_changes_what_later_layers_read(self, build, token_ids, fields):
+        """A block that ends with the input of a layer is what hooks have made of it."""
+        model = build(num_hidden_layers=4, **fields)
+        layers, seen = model.model.layers, []
+        layers[1].register_forward_pre_hook(lambda _, args: (2 * args[0], *args[1:]))
+        layers[1].register_forward_hook(lambda _, args, __: seen.append(args[0]))
+        layers[3].register_forward_hook(lambda _, args, __: seen.append(args))
+        model(token_ids(2, 7))
+        assert any(torch.equal(source, seen[0]) for source in seen[1][1:])
 
     def test_single_layer_can_be_replayed(self, build, token_ids):
         """As calibration of quantisers does: with the arguments that a hook saw."""
