@@ -127,7 +127,7 @@ FAMILIES = {
         # not every layer has an average
         reader=lambda layer: layer.depth_average or layer.mlp,
         count_sources=lambda args, kwargs: len(args),
-        patterns={"every": {}, "spaced": {"dwa_dilation": 2, "dwa_period": 2}},
+        patterns={"spaced": {"dwa_dilation": 2, "dwa_period": 2}},
         fresh_is_vanilla=True,
         own_modules=("depth_average",),
         has_depth_weights=False,

@@ -7,10 +7,13 @@ import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+import pytest
+
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_tiny(tmp_path):
     command = [sys.executable, "-m", "benchmarks.efficiency", "--size", "tiny", "--output", tmp_path]
     subprocess.run([*command, "--systems", "DenseFormer"], cwd=ROOT, check=True, stdout=subprocess.PIPE)

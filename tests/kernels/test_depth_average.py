@@ -156,6 +156,7 @@ def test_unknown_implementation():
         depth_average([torch.ones(2)], torch.ones(1), impl="cuda")
 
 
+@pytest.mark.slow
 @pytest.mark.triton
 def test_kernels_compile_ahead_of_time():
     script = Path(__file__).with_name("ahead_of_time_depth_average.py")

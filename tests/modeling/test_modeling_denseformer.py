@@ -30,14 +30,11 @@ def build(build):
 
 
 class TestCausalLM(CausalLMChecks):
-    variants = {
-        "every": LLAMA,
-        "spaced": SLIDING | {"dwa_dilation": 2, "dwa_period": 2, "num_key_value_heads": 1},
-    }
+    variants = {"spaced": SLIDING | {"dwa_dilation": 2, "num_key_value_heads": 1}}
     sequence_classification_class = DenseFormerForSequenceClassification
 
 
-VARIANTS = pytest.mark.parametrize("fields", TestCausalLM.variants.values(), ids=TestCausalLM.variants)
+SPACINGS = pytest.mark.parametrize("fields", [{}, {"dwa_dilation": 2}, {"dwa_dilation": 2, "dwa_period": 2}])
 # five layers, of which two are followed by an average
 SPACED = {"num_hidden_layers": 5, "dwa_dilation": 3, "dwa_period": 2}
 
@@ -98,7 +95,7 @@ class TestSources:
         # there are averages after layers 2 and 4, of 2 alone and of 1 and 4; a layer also reads what came before it
         assert alive_at == [set(), {1}, {1, 2}, {1, 3}, {4}]
 
-    @VARIANTS
+    @SPACINGS
     def test_layer_gets_what_its_average_reads(self, build, token_ids, fields):
         model, calls = build(**fields), []
         for layer in model.model.layers:
@@ -121,7 +118,7 @@ class TestSources:
         assert all(torch.equal(*pair) for pair in zip(layer(*args, **kwargs), output, strict=True))
 
     @pytest.mark.parametrize("change", ["skip", "skip the last", "remove", "exchange"])
-    @VARIANTS
+    @SPACINGS
     def test_layer_that_did_not_run(self, build, token_ids, change, fields):
         class Skipped(nn.Module):
             def forward(self, hidden_states, *sources, **kwargs):
