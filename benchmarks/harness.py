@@ -1,11 +1,12 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
-"""What every benchmark needs: timing with CUDA events, and records of what was measured where."""
+"""What every benchmark needs: timing, and records of what was measured where."""
 
 import csv
 import datetime
 import gc
 import platform
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -55,6 +56,12 @@ def measure(steps: list[Callable[[], object]], *, warmup: int = 3, repeats: int 
     timings = [Timing([]) for _ in steps]
     for _ in range(repeats):
         for step, timing in zip(steps, timings, strict=True):
+            if not torch.cuda.is_available():
+                # to try a benchmark out, which needs no more than a clock
+                started = time.perf_counter()
+                step()
+                timing.times.append(1000 * (time.perf_counter() - started))
+                continue
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
@@ -84,7 +91,7 @@ def environment() -> dict[str, str]:
     except ImportError:
         triton_version = "none"
     return {
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "depthmix": depthmix.__version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -94,11 +101,11 @@ def environment() -> dict[str, str]:
     }
 
 
-def write_results(path: Path, measurements: list[Measurement]) -> None:
-    """Writes a CSV file whose first lines, marked by `#`, are the environment."""
+def write_results(path: Path, measurements: list) -> None:
+    """Writes dataclasses of one kind to a CSV file whose first lines, marked by `#`, are the environment."""
     with open(path, "w", newline="", encoding="utf-8") as file:
         file.writelines(f"# {name}: {value}\n" for name, value in environment().items())
-        writer = csv.DictWriter(file, [field.name for field in fields(Measurement)], lineterminator="\n")
+        writer = csv.DictWriter(file, [field.name for field in fields(measurements[0])], lineterminator="\n")
         writer.writeheader()
         for measurement in measurements:
             writer.writerow({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in asdict(measurement).items()})

@@ -7,7 +7,16 @@ from functools import partial
 import torch
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM, StaticCache
 
-from depthmix import AttnResConfig, AttnResForCausalLM, DepthQwen3Config, DepthQwen3ForCausalLM
+from depthmix import (
+    AttnResConfig,
+    AttnResForCausalLM,
+    DenseFormerConfig,
+    DenseFormerForCausalLM,
+    DepthQwen3Config,
+    DepthQwen3ForCausalLM,
+    MHCConfig,
+    MHCForCausalLM,
+)
 
 from .harness import Measurement, measure, release_memory
 
@@ -18,24 +27,28 @@ SIZES = {
     "1.5b": {"hidden_size": 1536, "num_attention_heads": 24, "num_key_value_heads": 6, "intermediate_size": 5184},
     "3b": {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 6912},
 }
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TRAIN_BATCH = {"1.5b": 8, "3b": 4}
 MODELS = {
     "stock Qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
     "fused vanilla": (DepthQwen3ForCausalLM, DepthQwen3Config, {"depth_stride": 0}),
     "Depth-Attention": (DepthQwen3ForCausalLM, DepthQwen3Config, {}),
     "AttnRes": (AttnResForCausalLM, AttnResConfig, {"attnres_variant": "block"}),
+    "AttnRes Full": (AttnResForCausalLM, AttnResConfig, {"attnres_variant": "full"}),
+    "DenseFormer": (DenseFormerForCausalLM, DenseFormerConfig, {}),
+    "mHC": (MHCForCausalLM, MHCConfig, {}),
 }
 
 
-# those to be measured; the first of them is the yardstick
-SELECTED = list(MODELS)
+# those to be measured unless others are asked for; the first of them is the yardstick
+SELECTED = ["stock Qwen3", "fused vanilla", "Depth-Attention", "AttnRes"]
 
 
 def build(model: str, size: str, **fields):
-    """The model in bf16 on the GPU, with random weights from a fixed seed."""
+    """The model in bf16, on the GPU if there is one, with random weights from a fixed seed."""
     model_class, config_class, extra = MODELS[model]
     torch.manual_seed(0)
-    with torch.device("cuda"):
+    with torch.device(DEVICE):
         torch.set_default_dtype(torch.bfloat16)
         try:
             return model_class(config_class(**SHARED | SIZES[size] | extra | fields))
@@ -44,7 +57,7 @@ def build(model: str, size: str, **fields):
 
 
 def token_ids(batch: int, length: int) -> torch.Tensor:
-    return torch.randint(SHARED["vocab_size"], (batch, length), device="cuda")
+    return torch.randint(SHARED["vocab_size"], (batch, length), device=DEVICE)
 
 
 @torch.no_grad()
@@ -77,24 +90,29 @@ def check_function() -> None:
     cache = DynamicCache(config=mixing.config)
     steps = [mixing(ids[:, i : i + 1], past_key_values=cache).logits for i in range(ids.shape[1])]
     require(error(torch.cat(steps, 1), exact) < 1e-4, "decoding with a cache gives the logits of the full forward")
-    if "AttnRes" in SELECTED:
-        results = [logits_and_gradients(impl, ids) for impl in ("triton", "reference")]
-        require(all(error(*pair) < 1e-3 for pair in zip(*results, strict=True)), "the kernels of AttnRes are exact")
+    for name, fields in (("AttnRes", {"attnres_block_size": 3}), ("DenseFormer", {}), ("mHC", {})):
+        if name in SELECTED:
+            results = [logits_and_gradients(name, ids, depth_impl=impl, **fields) for impl in ("triton", "reference")]
+            require(
+                all(error(*pair) < 1e-3 for pair in zip(*results, strict=True)), f"the kernels of {name} are exact"
+            )
 
 
 @torch.enable_grad()
-def logits_and_gradients(impl: str, ids: torch.Tensor) -> list[torch.Tensor]:
-    """Of a small AttnRes model in fp32 whose queries are not zero."""
-    model = build("AttnRes", "1.5b", num_hidden_layers=4, attnres_block_size=3, depth_impl=impl).float()
-    mixers = [parameter for name, parameter in model.named_parameters() if "mixer" in name]
+def logits_and_gradients(name: str, ids: torch.Tensor, **fields) -> list[torch.Tensor]:
+    """Of a small model in fp32 whose mixing is awake."""
+    model = build(name, "1.5b", num_hidden_layers=4, **fields).float()
+    own = ("mixer", "depth_average", "connection", "readout")
+    mixing = {name: p for name, p in model.named_parameters() if any(part in name for part in own)}
     torch.manual_seed(1)
     with torch.no_grad():
-        for parameter in mixers:
+        for parameter in mixing.values():
             parameter.add_(0.02 * torch.randn_like(parameter))
     output = model(ids, labels=ids)
     output.loss.backward()
-    # the first mix is of one source
-    return [output.logits, *(parameter.grad for parameter in mixers[2:]), model.model.embed_tokens.weight.grad]
+    # the first sub-layer has nothing to mix
+    grads = [parameter.grad for name, parameter in mixing.items() if "layers.0.attn" not in name]
+    return [output.logits, *grads, model.model.embed_tokens.weight.grad]
 
 
 def compare(

@@ -16,7 +16,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
     parser.add_argument("cases", nargs="*", default=list(CASES), metavar="case", help=f"any of: {', '.join(CASES)}")
     parser.add_argument("--size", nargs="+", choices=models.SIZES, default=list(models.SIZES))
-    parser.add_argument("--models", nargs="+", choices=models.MODELS, default=list(models.MODELS), metavar="model")
+    parser.add_argument("--models", nargs="+", choices=models.MODELS, default=models.SELECTED, metavar="model")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"), help="folder for the CSV file")
     parser.add_argument("--name", default="models", help="name of the CSV file")
     arguments = parser.parse_args()

@@ -2,7 +2,9 @@
 """Configurations. Importing them needs transformers, not torch."""
 
 from .configuration_attnres import AttnResConfig
+from .configuration_denseformer import DenseFormerConfig
 from .configuration_depth_qwen3 import DepthQwen3Config
+from .configuration_mhc import MHCConfig
 
 
-__all__ = ["AttnResConfig", "DepthQwen3Config"]
+__all__ = ["AttnResConfig", "DenseFormerConfig", "DepthQwen3Config", "MHCConfig"]

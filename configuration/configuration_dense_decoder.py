@@ -33,6 +33,10 @@ class DenseDecoderConfig(Qwen3Config):
         depth_impl (`str`, *optional*, defaults to `"auto"`):
             Implementation of the operations of [`~depthmix.kernels`]: `"triton"`, `"reference"` (pure PyTorch) or
             `"auto"`.
+
+    Raises:
+        `ValueError`: if the fields are those of a model type that is neither this one nor Qwen3. Such a checkpoint
+            has to be converted.
     """
 
     model_type = "dense_decoder"
@@ -47,7 +51,14 @@ class DenseDecoderConfig(Qwen3Config):
 
     def __post_init__(self, **kwargs):
         # reading a vanilla checkpoint into a subclass must not leave its model type on the instance
-        kwargs.pop("model_type", None)
+        model_type = kwargs.pop("model_type", None)
+        if model_type not in (None, *(getattr(base, "model_type", None) for base in type(self).__mro__)):
+            # others have the same fields with other defaults, or the same weights and another function
+            raise ValueError(
+                f"model_type={model_type!r}: {type(self).__name__} reads configurations of its own and of Qwen3. To "
+                f"get a {type(self).model_type} model from another checkpoint, convert it: "
+                f"depthmix convert SOURCE DEST --to {type(self).model_type}"
+            )
         if self.attention_output_bias is None:
             self.attention_output_bias = self.attention_bias
         if not self.use_qk_norm:

@@ -1,6 +1,7 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """Configuration of Qwen3 with Depth-Attention (arXiv 2606.05014)."""
 
+import copy
 from typing import Literal
 
 from huggingface_hub.dataclasses import strict
@@ -20,14 +21,16 @@ class DepthQwen3Config(Qwen3Config):
         depth_stride (`int`, *optional*):
             Distance between source layers. 1 makes every earlier layer a source, 0 switches the mixing off (the
             model is then plain Qwen3, also where `depth_window` is set). `None` stands for half the number of layers
-            and is replaced by that number on construction.
+            in all passes and is replaced by that number on construction.
         depth_window (`int`, *optional*, defaults to 0):
             How many of the most recent layers are sources besides those of the stride.
         key_norm_position (`str`, *optional*, defaults to `"before_rope"`):
             `"before_rope"` normalises the key and then rotates it, as Qwen3 does; `"after_rope"` rotates first, as
             the released Depth-Attention 3B weights need. The query is normalised first in both.
         num_loops (`int`, *optional*, defaults to 1):
-            How many times the stack of layers runs. Only 1 is supported by this version.
+            How many times the stack of layers runs, with the same weights. For the mixing and for the KV cache each
+            pass is a run of new layers: a looped model has `num_loops * num_hidden_layers` of them, each with a slot
+            of its own, and stride and window are counted in these.
         depth_impl (`str`, *optional*, defaults to `"auto"`):
             Implementation of the operations of [`~depthmix.kernels`]: `"triton"`, `"reference"` (stock modules and
             pure PyTorch) or `"auto"`.
@@ -43,6 +46,8 @@ class DepthQwen3Config(Qwen3Config):
 
     >>> DepthQwen3Config(num_hidden_layers=8, depth_stride=4).depth_sources
     ((), (0,), (0,), (0,), (0,), (0, 4), (0, 4), (0, 4))
+    >>> DepthQwen3Config(num_hidden_layers=3, num_loops=2, depth_stride=2).depth_sources
+    ((), (0,), (0,), (0, 2), (0, 2), (0, 2, 4))
     ```
     """
 
@@ -65,7 +70,7 @@ class DepthQwen3Config(Qwen3Config):
 
     @property
     def _resolved_depth_stride(self) -> int:
-        return max(1, self.num_hidden_layers // 2) if self.depth_stride is None else self.depth_stride
+        return max(1, self.num_loops * self.num_hidden_layers // 2) if self.depth_stride is None else self.depth_stride
 
     def validate_depth_mixing(self):
         """Part of the `@strict` validation, which runs on construction and before saving."""
@@ -76,10 +81,8 @@ class DepthQwen3Config(Qwen3Config):
             )
         if self.depth_window < 0:
             raise ValueError(f"depth_window={self.depth_window}: must be a number of layers, at least 0.")
-        if self.num_loops != 1:
-            raise ValueError(
-                f"num_loops={self.num_loops}: must be 1; looped models are not supported by this version of depthmix."
-            )
+        if self.num_loops < 1:
+            raise ValueError(f"num_loops={self.num_loops}: must be a positive number of passes.")
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if kv_heads is not None and (kv_heads < 1 or heads % kv_heads):
             raise ValueError(
@@ -89,16 +92,31 @@ class DepthQwen3Config(Qwen3Config):
 
     @property
     def depth_sources(self) -> tuple[tuple[int, ...], ...]:
-        """For each layer, the indices of the layers whose keys and values it mixes in, ascending."""
+        """For each layer of each pass, the indices of those whose keys and values it mixes in, ascending."""
         # fields may have changed since, without validation: `from_pretrained(path, depth_stride=...)` sets them late
         self.validate_depth_mixing()
         stride = self._resolved_depth_stride
+        layers = self.num_loops * self.num_hidden_layers
         if stride == 0:
-            return ((),) * self.num_hidden_layers
+            return ((),) * layers
         return tuple(
             tuple(i for i in range(layer) if i % stride == 0 or i >= layer - self.depth_window)
-            for layer in range(self.num_hidden_layers)
+            for layer in range(layers)
         )
+
+    def get_text_config(self, decoder=None, encoder=None):
+        """
+        The configuration itself. To caches, which ask for that of the decoder, a looped model is one that has the
+        layers of all passes.
+        """
+        config = super().get_text_config(decoder=decoder, encoder=encoder)
+        if not decoder or self.num_loops == 1:
+            return config
+        unrolled = copy.copy(config)
+        unrolled.num_loops = 1
+        unrolled.num_hidden_layers = self.num_loops * self.num_hidden_layers
+        unrolled.layer_types = self.num_loops * self.layer_types
+        return unrolled
 
 
 __all__ = ["DepthQwen3Config"]

@@ -76,6 +76,7 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--depth-stride", type=int, metavar="N", help="every N-th layer is a source; 0: no mixing")
     command.add_argument("--depth-window", type=int, metavar="N", help="so many most recent layers are sources too")
+    command.add_argument("--num-loops", type=int, metavar="N", help="how many times the stack of layers runs")
     command.add_argument(
         "--key-norm-position", choices=("before_rope", "after_rope"), help="order of key norm and rotation"
     )
@@ -86,6 +87,13 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     command.add_argument(
         "--attnres-scale", choices=("mean", "sum"), help="average of the sources, or times their number"
+    )
+    command.add_argument("--dwa-dilation", type=int, metavar="N", help="an average reads every N-th layer")
+    command.add_argument("--dwa-period", type=int, metavar="N", help="there is an average after every N-th layer")
+    command.add_argument("--mhc-num-streams", type=int, metavar="N", help="number of residual streams")
+    command.add_argument("--mhc-sinkhorn-iters", type=int, metavar="N", help="Sinkhorn iterations")
+    command.add_argument(
+        "--mhc-sinkhorn-order", choices=("columns_first", "rows_first"), help="by which sums they divide first"
     )
     command.add_argument("--dtype", choices=DTYPES, help="dtype of the result (default: that of each tensor)")
     command.add_argument(

@@ -10,23 +10,17 @@ from depthmix.modeling.modeling_depth_qwen3 import DepthQwen3ForCausalLM
 
 from .conversion_target import AcceptedSource, ConversionTarget, TranslatedConfig
 from .errors import ConversionError
-from .source_configs import build_config, carried_fields, check_vanilla, read_stock
-from .source_layouts import read_switch
+from .source_configs import build_config, carried_fields, check_llama, check_vanilla, read_stock
+from .source_layouts import common_refusals, read_switch
 from .weight_maps import BASE_MODEL, CAUSAL_LM, RELEASED_LLAMA
 
 
-OPTIONS = ("depth_stride", "depth_window", "key_norm_position")
+OPTIONS = ("depth_stride", "depth_window", "key_norm_position", "num_loops")
 
 # say what a file is, not how the model computes
 _IDENTITY_KEYS = ("model_type", "architectures", "auto_map", "transformers_version", "_name_or_path")
 
-# field of a released config -> why a value other than false, null, 0 or absent changes the function
-_LLAMA_REFUSALS = {
-    "mlp_bias": "DepthQwen3's MLP has no biases",
-    "scale_embeds": "DepthQwen3 does not scale its embeddings",
-    "no_residual": "DepthQwen3 always adds the residual",
-    "use_p2n": "DepthQwen3 runs its layers once",
-}
+_REFUSED_KEYS = ("mlp_bias", "scale_embeds", "no_residual", "use_p2n")
 
 
 def from_qwen3(source: dict[str, Any], options: dict[str, Any]) -> TranslatedConfig:
@@ -39,7 +33,9 @@ def from_qwen3(source: dict[str, Any], options: dict[str, Any]) -> TranslatedCon
         warnings.append(
             f"key_norm_position={config.key_norm_position!r}: Qwen3 weights are trained with 'before_rope'."
         )
-    if any(config.depth_sources) or config.key_norm_position != "before_rope":
+    if config.num_loops > 1:
+        note = "The converted model runs the layers of the vanilla checkpoint several times. Fine-tune it before use."
+    elif any(config.depth_sources) or config.key_norm_position != "before_rope":
         note = (
             "The converted model computes another function than the vanilla checkpoint: mixing over depth has no "
             "parameters that could switch it off at the start. Fine-tune it before use. With depth_stride=0 and "
@@ -90,15 +86,12 @@ def from_released_qk_norm(source: dict[str, Any], options: dict[str, Any]) -> Tr
 def _from_llama(
     source: dict[str, Any], options: dict[str, Any], trained: dict[str, Any], warnings: list[str]
 ) -> TranslatedConfig:
-    problems = [f"{key} is {source[key]!r}: {why}" for key, why in _LLAMA_REFUSALS.items() if source.get(key)]
+    problems = []
     if read_switch(source, "use_qk_norm") is False:
         problems.append("use_qk_norm is false: DepthQwen3 always normalises queries and keys")
-    if source.get("pretraining_tp") not in (None, 0, 1):
-        problems.append(f"pretraining_tp is {source['pretraining_tp']!r}: only 1 computes what DepthQwen3 computes")
-    if problems:
-        raise ConversionError(f"DepthQwen3 cannot represent this checkpoint exactly: {'; '.join(problems)}.")
+    check_llama(source, "DepthQwen3", _REFUSED_KEYS, problems)
 
-    trained = {**trained, "key_norm_position": "after_rope"}
+    trained = {**trained, "key_norm_position": "after_rope", "num_loops": 1}
     stock_config = read_stock(LlamaConfig, source)
     carried = carried_fields(stock_config, Qwen3Config)
     as_trained = _depth_config({**carried, **trained})
@@ -150,7 +143,8 @@ TARGET = ConversionTarget(
         "released_depth_attention": AcceptedSource(from_released_depth_attention, RELEASED_LLAMA),
         "released_qk_norm": AcceptedSource(from_released_qk_norm, RELEASED_LLAMA),
     },
-    refusals={
+    refusals=common_refusals("depth_qwen3", "Depth-Attention", "Depth-Attention")
+    | {
         "depth_qwen3": (
             "It already is what it would become: load it as it is, or with another stride, "
             "`from_pretrained(path, depth_stride=...)`."
@@ -160,15 +154,6 @@ TARGET = ConversionTarget(
             "It has no q/k norms, and DepthQwen3 normalises queries and keys in every layer, which no choice of norm "
             "weights undoes. Use a Qwen3 checkpoint of that size.",
         ),
-        "released_experiment": "It does not compute Depth-Attention. Use the released Depth-Attention weights.",
-        "qwen3_p2n": "It runs its layers several times per token. Use a plain Qwen3 checkpoint.",
-        **dict.fromkeys(
-            ("released_attnres", "released_attnres_block"),
-            "It does not compute Depth-Attention. Convert it to attnres.",
-        ),
-        "released_denseformer": "DenseFormer is not supported by this version of depthmix.",
-        "released_mhc": "mHC is not supported by this version of depthmix.",
-        "attention_residuals": "This form of Attention Residuals is not supported by this version of depthmix.",
     },
     summary=(
         "DepthQwen3 is Qwen3 with Depth-Attention (arXiv 2606.05014): a layer mixes its values with those of earlier "

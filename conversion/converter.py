@@ -46,7 +46,9 @@ from .checkpoint_source import (
 )
 from .conversion_target import ConversionTarget, TranslatedConfig
 from .convert_to_attnres import TARGET as ATTNRES
+from .convert_to_denseformer import TARGET as DENSEFORMER
 from .convert_to_depth_qwen3 import TARGET as DEPTH_QWEN3
+from .convert_to_mhc import TARGET as MHC
 from .errors import ConversionError
 from .model_card import make_model_card, read_card_metadata
 from .output_folder import check_apart, check_destination, staged_folder
@@ -55,7 +57,7 @@ from .source_layouts import LAYOUTS, SourceLayout, recognise_layout
 from .tensor_plan import TensorPlan, plan_tensors
 
 
-TARGETS: dict[str, ConversionTarget] = {target.name: target for target in (DEPTH_QWEN3, ATTNRES)}
+TARGETS: dict[str, ConversionTarget] = {target.name: target for target in (DEPTH_QWEN3, ATTNRES, DENSEFORMER, MHC)}
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -66,11 +68,17 @@ def convert(
     to: str = "depth_qwen3",
     depth_stride: int | None = None,
     depth_window: int | None = None,
+    num_loops: int | None = None,
     key_norm_position: str | None = None,
     attnres_variant: str | None = None,
     attnres_block_size: int | None = None,
     attnres_recency_bias: bool | None = None,
     attnres_scale: str | None = None,
+    dwa_dilation: int | None = None,
+    dwa_period: int | None = None,
+    mhc_num_streams: int | None = None,
+    mhc_sinkhorn_iters: int | None = None,
+    mhc_sinkhorn_order: str | None = None,
     dtype: str | torch.dtype | None = None,
     shard_size: int | str = "5GB",
     push_to_hub: str | None = None,
@@ -92,21 +100,29 @@ def convert(
         source (`str` or `os.PathLike`):
             A folder with config.json and safetensors files, or a Hub id. What is accepted depends on the target:
             for `"depth_qwen3"` these are Qwen3, and the released Depth-Attention weights with their vanilla control;
-            for `"attnres"` Qwen3, Qwen2 and Llama, and the AttnRes weights and vanilla control of that release.
+            for `"attnres"`, `"denseformer"` and `"mhc"` Qwen3, Qwen2 and Llama, and their weights and the vanilla
+            control of that release; for `"denseformer"` also such models with the module of DenseFormer's own code.
         dest (`str` or `os.PathLike`):
             Folder of the result, not the current one. It must not exist or be empty, unless `overwrite` is set.
         to (`str`, *optional*, defaults to `"depth_qwen3"`):
             Model type of the result.
-        depth_stride (`int`, *optional*), depth_window (`int`, *optional*):
+        depth_stride (`int`, *optional*), depth_window (`int`, *optional*), num_loops (`int`, *optional*):
             Fields of [`DepthQwen3Config`]. Left out, they are what the released weights were trained with, and for
-            Qwen3 half the number of layers and 0.
+            Qwen3 half the number of layers, 0 and 1.
         attnres_variant (`str`, *optional*), attnres_block_size (`int`, *optional*), attnres_scale (`str`, *optional*):
             Fields of [`AttnResConfig`]. Left out, they are what the released weights were trained with, and for
             vanilla sources `"block"`, 8 blocks and `"sum"`, with which the function stays the same.
         attnres_recency_bias (`bool`, *optional*):
             Another one. Left out, it is whether the released weights have it, and `False` for vanilla sources.
+        dwa_dilation (`int`, *optional*), dwa_period (`int`, *optional*):
+            Fields of [`DenseFormerConfig`]. Left out, they are what the weights were trained with, and for vanilla
+            sources 1.
+        mhc_num_streams (`int`, *optional*), mhc_sinkhorn_iters (`int`, *optional*), mhc_sinkhorn_order (`str`, \
+        *optional*):
+            Fields of [`MHCConfig`]. Left out, they are what the released weights were trained with, and for vanilla
+            sources 4, 20 and `"columns_first"`.
         key_norm_position (`str`, *optional*):
-            A field of both. Left out, it is `"before_rope"`, and `"after_rope"` for everything of that release.
+            A field of all. Left out, it is `"before_rope"`, and `"after_rope"` for everything of that release.
         dtype (`str` or `torch.dtype`, *optional*):
             `"float32"`, `"bfloat16"` or `"float16"`. Left out, every tensor keeps its dtype.
         shard_size (`int` or `str`, *optional*, defaults to `"5GB"`):
@@ -141,11 +157,17 @@ def convert(
     options = {
         "depth_stride": depth_stride,
         "depth_window": depth_window,
+        "num_loops": num_loops,
         "key_norm_position": key_norm_position,
         "attnres_variant": attnres_variant,
         "attnres_block_size": attnres_block_size,
         "attnres_recency_bias": attnres_recency_bias,
         "attnres_scale": attnres_scale,
+        "dwa_dilation": dwa_dilation,
+        "dwa_period": dwa_period,
+        "mhc_num_streams": mhc_num_streams,
+        "mhc_sinkhorn_iters": mhc_sinkhorn_iters,
+        "mhc_sinkhorn_order": mhc_sinkhorn_order,
     }
     options = {key: value for key, value in options.items() if value is not None}
     dtype_code = _check_dtype(dtype)

@@ -125,8 +125,16 @@ class CheckpointDescription:
             "num_key_value_heads",
             "head_dim",
         )
-        shown += ("vocab_size", "tie_word_embeddings", "depth_stride", "depth_window", "key_norm_position")
+        shown += (
+            "vocab_size",
+            "tie_word_embeddings",
+            "depth_stride",
+            "depth_window",
+            "key_norm_position",
+            "num_loops",
+        )
         shown += ("attnres_variant", "attnres_block_size", "attnres_recency_bias", "attnres_scale")
+        shown += ("dwa_dilation", "dwa_period", "mhc_num_streams", "mhc_sinkhorn_iters", "mhc_sinkhorn_order")
         dtypes = ", ".join(f"{count} {dtype}" for dtype, count in self.dtypes.items())
         lines = [
             f"{self.source}: {self.kind} ({'; '.join(self.evidence)})",

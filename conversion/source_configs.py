@@ -1,6 +1,7 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """Reading of sources' configurations that the targets share."""
 
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import fields
 from typing import Any
@@ -19,6 +20,45 @@ def carried_fields(stock_config: PreTrainedConfig, config_class: type[PreTrained
     """The fields of a stock configuration that another class has too, absent ones with the stock defaults."""
     shared = {field.name for field in fields(stock_config)} & {field.name for field in fields(config_class)}
     return {key: value for key, value in stock_config.to_dict().items() if key in shared}
+
+
+# field of a Llama config -> what a model does not do if any value but false, null, 0 or absent changes the function
+_LLAMA_REFUSALS = {
+    "mlp_bias": "has no biases in its MLP",
+    "scale_embeds": "does not scale its embeddings",
+    "no_residual": "always adds the residual",
+    "use_p2n": "runs its layers once",
+}
+
+
+def check_llama(source: dict[str, Any], name: str, refused: Sequence[str], problems: Sequence[str] = ()) -> None:
+    """
+    Raises:
+        [`ConversionError`]: if the model `name` cannot compute what a Llama with this config does, because of one of
+            the `refused` keys, of `pretraining_tp` or of what is among the `problems` already.
+    """
+    found = [f"{key} is {source[key]!r}: {name} {_LLAMA_REFUSALS[key]}" for key in refused if source.get(key)]
+    found += problems
+    if source.get("pretraining_tp") not in (None, 0, 1):
+        found.append(f"pretraining_tp is {source['pretraining_tp']!r}: only 1 computes what {name} computes")
+    if found:
+        raise ConversionError(f"{name} cannot represent this checkpoint exactly: {'; '.join(found)}.")
+
+
+def read_aliased(source: dict[str, Any], key: str, older_key: str, default: int) -> int:
+    """
+    A field that has two names, of which the first is followed; null stands for absent.
+
+    Raises:
+        [`ConversionError`]: if it is no integer.
+    """
+    for name in (key, older_key):
+        value = source.get(name)
+        if value is not None:
+            if type(value) is not int:
+                raise ConversionError(f"{name} is {value!r}, must be an integer.")
+            return value
+    return default
 
 
 def build_config(

@@ -180,11 +180,62 @@ def _base_model(model_type: str) -> RecogniseFn:
     return recognise
 
 
+def _dwa_modules(model_type: str) -> RecogniseFn:
+    """The module that the code of the DenseFormer paper adds to a model."""
+
+    def recognise(config, tensor_names):
+        evidence = _model_type(model_type)(config, tensor_names)
+        has_averages = any("dwa_modules.alphas." in name for name in tensor_names)
+        return [*evidence, "tensors named `dwa_modules.alphas`"] if evidence and has_averages else []
+
+    return recognise
+
+
+# where the checkpoints that compute something of their own belong
+_HOMES = {
+    "released_depth_attention": "depth_qwen3",
+    "released_attnres": "attnres",
+    "released_attnres_block": "attnres",
+    "released_denseformer": "denseformer",
+    "qwen3_dwa": "denseformer",
+    "qwen2_dwa": "denseformer",
+    "llama_dwa": "denseformer",
+    "released_mhc": "mhc",
+}
+
+
+def common_refusals(target: str, mixing: str, release: str) -> dict[str, str]:
+    """
+    Why a target does not take the layouts that have a way of mixing of their own, by layout.
+
+    Args:
+        target (`str`):
+            Its model type.
+        mixing (`str`), release (`str`):
+            What it computes, and what weights of it are called.
+    """
+    refusals = {
+        layout: f"It does not compute {mixing}. Convert it to {home}."
+        for layout, home in _HOMES.items()
+        if home != target
+    }
+    for home in set(_HOMES.values()):
+        refusals[home] = f"It does not compute {mixing}, but what {home} does: load it as it is."
+    return refusals | {
+        target: "It already is what it would become: load it as it is.",
+        "released_experiment": f"It does not compute {mixing}. Use the released {release} weights.",
+        "qwen3_p2n": "It runs its layers several times per token. Use a plain Qwen3 checkpoint.",
+        "attention_residuals": "This form of Attention Residuals is not supported by this version of depthmix.",
+    }
+
+
 UNKNOWN_LAYOUT = SourceLayout("unknown", "a model that depthmix does not know", lambda config, tensor_names: [])
 
 LAYOUTS = (
     SourceLayout("depth_qwen3", "DepthQwen3 (depthmix)", _model_type("depth_qwen3")),
     SourceLayout("attnres", "AttnRes (depthmix)", _model_type("attnres")),
+    SourceLayout("denseformer", "DenseFormer (depthmix)", _model_type("denseformer")),
+    SourceLayout("mhc", "mHC (depthmix)", _model_type("mhc")),
     SourceLayout("released_attnres_block", "the released code's AttnRes without recency bias", _attnres_without_bias),
     *(SourceLayout(name, title, _released_baseline(name)) for name, (title, *_) in _RELEASED_BASELINES.items()),
     SourceLayout("attention_residuals", "another form of Attention Residuals", _other_attention_residuals),
@@ -196,6 +247,7 @@ LAYOUTS = (
         SourceLayout(name, title, recognise)
         for model_type, stock_name in (("qwen3", "Qwen3"), ("qwen2", "Qwen2"), ("llama", "Llama"))
         for name, title, recognise in (
+            (f"{model_type}_dwa", f"{stock_name} with DenseFormer's averages", _dwa_modules(model_type)),
             (f"{model_type}_base", f"{stock_name} with the tensor names of its base model", _base_model(model_type)),
             (model_type, stock_name, _model_type(model_type)),
         )

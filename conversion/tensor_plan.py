@@ -52,7 +52,8 @@ def plan_tensors(
     sources = {}
     for name, stored in checkpoint.tensors.items():
         target_name = weight_map.to_target(name)
-        if target_name is None:
+        # a release has empty tensors for what a layer does not have
+        if target_name is None or (target_name not in shapes and 0 in stored.shape):
             plan.dropped.append(name)
         elif target_name not in shapes:
             problems.append(f"{name} in {stored.file.name} is not part of this model")
@@ -83,8 +84,9 @@ def plan_tensors(
             plan.new.append(name)
         elif stored is None:
             problems.append(f"{weight_map.to_source(name)} {_where_missing(name, model_class, checkpoint)}")
-        # a scalar of the source may be one element in the target, since FSDP2 shards no scalars
-        elif stored.shape != shape and (stored.shape, shape) != ((), (1,)):
+        # a scalar of the source may be one element in the target, since FSDP2 shards no scalars, and the weight of a
+        # linear layer to one feature a vector
+        elif stored.shape != shape and (stored.shape, shape) != ((), (1,)) and stored.shape != (1, *shape):
             problems.append(f"{stored.name} in {stored.file.name} has shape {list(stored.shape)}, not {list(shape)}")
         elif stored.dtype not in FLOAT_DTYPES:
             problems.append(

@@ -55,6 +55,37 @@ BASE_MODEL = WeightMap(
 )
 # the release saves a norm that its forward never applies
 RELEASED_LLAMA = WeightMap(dropped=("lm_head_layernorm.weight", *_PREFIXED_ROTARY_BUFFERS))
+RELEASED_DENSEFORMER = WeightMap(
+    renames=(("model.densetransformer_dwa.alphas.{layer}", "model.layers.{layer}.depth_average.weight"),),
+    dropped=RELEASED_LLAMA.dropped,
+)
+# a module of the paper's code, which a model may hold at either place
+DWA_MODULES = WeightMap(
+    renames=tuple(
+        (f"{prefix}dwa_modules.alphas.{{layer}}.weight", "model.layers.{layer}.depth_average.weight")
+        for prefix in ("model.", "")
+    ),
+    dropped=CAUSAL_LM.dropped,
+)
+RELEASED_MHC = WeightMap(
+    renames=(
+        *(
+            (
+                f"model.layers.{{layer}}.{site}_residual_connector.{old}",
+                f"model.layers.{{layer}}.{site}_connection.{new}",
+            )
+            for site in ("attn", "mlp")
+            for old, new in (
+                ("mhc_input_norm.weight", "norm_weight"),
+                ("mhc_dynamic_projection.weight", "projection"),
+                ("alpha_res", "alpha_residual"),
+                ("{rest}", "{rest}"),
+            )
+        ),
+        ("model.residual_stream_projector.reduce_logits", "model.stream_readout.logits"),
+    ),
+    dropped=RELEASED_LLAMA.dropped,
+)
 RELEASED_ATTNRES = WeightMap(
     renames=(
         ("model.layers.{layer}.attnres_attn_aggregator.{rest}", "model.layers.{layer}.attn_mixer.{rest}"),

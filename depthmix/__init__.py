@@ -13,16 +13,24 @@ from pkgutil import extend_path
 __path__ = extend_path(__path__, __name__)
 
 from depthmix.auto import register
-from depthmix.configuration import AttnResConfig, DepthQwen3Config
+from depthmix.configuration import AttnResConfig, DenseFormerConfig, DepthQwen3Config, MHCConfig
 from depthmix.modeling import (
     AttnResForCausalLM,
     AttnResForSequenceClassification,
     AttnResModel,
     AttnResPreTrainedModel,
+    DenseFormerForCausalLM,
+    DenseFormerForSequenceClassification,
+    DenseFormerModel,
+    DenseFormerPreTrainedModel,
     DepthQwen3ForCausalLM,
     DepthQwen3ForSequenceClassification,
     DepthQwen3Model,
     DepthQwen3PreTrainedModel,
+    MHCForCausalLM,
+    MHCForSequenceClassification,
+    MHCModel,
+    MHCPreTrainedModel,
 )
 from depthmix.version import __version__
 
@@ -35,10 +43,20 @@ __all__ = [
     "AttnResForSequenceClassification",
     "AttnResModel",
     "AttnResPreTrainedModel",
+    "DenseFormerConfig",
+    "DenseFormerForCausalLM",
+    "DenseFormerForSequenceClassification",
+    "DenseFormerModel",
+    "DenseFormerPreTrainedModel",
     "DepthQwen3Config",
     "DepthQwen3ForCausalLM",
     "DepthQwen3ForSequenceClassification",
     "DepthQwen3Model",
     "DepthQwen3PreTrainedModel",
+    "MHCConfig",
+    "MHCForCausalLM",
+    "MHCForSequenceClassification",
+    "MHCModel",
+    "MHCPreTrainedModel",
     "__version__",
 ]

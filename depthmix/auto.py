@@ -17,11 +17,23 @@ AUTO_MAPS = {
         "AutoModelForCausalLM": "modeling_attnres.AttnResForCausalLM",
         "AutoModelForSequenceClassification": "modeling_attnres.AttnResForSequenceClassification",
     },
+    "denseformer": {
+        "AutoConfig": "configuration_denseformer.DenseFormerConfig",
+        "AutoModel": "modeling_denseformer.DenseFormerModel",
+        "AutoModelForCausalLM": "modeling_denseformer.DenseFormerForCausalLM",
+        "AutoModelForSequenceClassification": "modeling_denseformer.DenseFormerForSequenceClassification",
+    },
     "depth_qwen3": {
         "AutoConfig": "configuration_depth_qwen3.DepthQwen3Config",
         "AutoModel": "modeling_depth_qwen3.DepthQwen3Model",
         "AutoModelForCausalLM": "modeling_depth_qwen3.DepthQwen3ForCausalLM",
         "AutoModelForSequenceClassification": "modeling_depth_qwen3.DepthQwen3ForSequenceClassification",
+    },
+    "mhc": {
+        "AutoConfig": "configuration_mhc.MHCConfig",
+        "AutoModel": "modeling_mhc.MHCModel",
+        "AutoModelForCausalLM": "modeling_mhc.MHCForCausalLM",
+        "AutoModelForSequenceClassification": "modeling_mhc.MHCForSequenceClassification",
     },
 }
 

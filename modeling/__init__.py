@@ -7,11 +7,23 @@ from .modeling_attnres import (
     AttnResModel,
     AttnResPreTrainedModel,
 )
+from .modeling_denseformer import (
+    DenseFormerForCausalLM,
+    DenseFormerForSequenceClassification,
+    DenseFormerModel,
+    DenseFormerPreTrainedModel,
+)
 from .modeling_depth_qwen3 import (
     DepthQwen3ForCausalLM,
     DepthQwen3ForSequenceClassification,
     DepthQwen3Model,
     DepthQwen3PreTrainedModel,
+)
+from .modeling_mhc import (
+    MHCForCausalLM,
+    MHCForSequenceClassification,
+    MHCModel,
+    MHCPreTrainedModel,
 )
 
 
@@ -20,8 +32,16 @@ __all__ = [
     "AttnResForSequenceClassification",
     "AttnResModel",
     "AttnResPreTrainedModel",
+    "DenseFormerForCausalLM",
+    "DenseFormerForSequenceClassification",
+    "DenseFormerModel",
+    "DenseFormerPreTrainedModel",
     "DepthQwen3ForCausalLM",
     "DepthQwen3ForSequenceClassification",
     "DepthQwen3Model",
     "DepthQwen3PreTrainedModel",
+    "MHCForCausalLM",
+    "MHCForSequenceClassification",
+    "MHCModel",
+    "MHCPreTrainedModel",
 ]

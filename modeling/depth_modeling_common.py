@@ -226,6 +226,18 @@ def refuse_pipeline_parallelism(config: PreTrainedConfig) -> None:
         )
 
 
+def refuse_depth_weights(config: PreTrainedConfig, kwargs: dict, reason: str) -> None:
+    """
+    Takes the argument away that a family has no use for.
+
+    Raises:
+        `ValueError`: if depth weights are asked for, by argument or in the configuration.
+    """
+    asked = kwargs.pop("output_depth_weights", None)
+    if getattr(config, "output_depth_weights", False) if asked is None else asked:
+        raise ValueError(f"output_depth_weights=True: {type(config).__name__} has none to return; {reason}.")
+
+
 @dataclass
 class DepthModelOutputWithPast(BaseModelOutputWithPast):
     """
@@ -236,7 +248,7 @@ class DepthModelOutputWithPast(BaseModelOutputWithPast):
             How much each source contributes at each token, fp32. With Depth-Attention, one tensor per layer,
             `[B, Hkv, T, number of sources + 1]`: the source layers (ascending), and last the layer itself. With
             Attention Residuals, one tensor per sub-layer and one for the mix before the final norm,
-            `[B, T, number of sources]`: oldest source first.
+            `[B, T, number of sources]`: oldest source first. None with the other families.
     """
 
     depth_weights: tuple[torch.Tensor, ...] | None = None
@@ -295,7 +307,9 @@ class DepthSequenceClassificationForward:
     @accepts_both_cache_names
     @functools.wraps(GenericForSequenceClassification.forward)
     def forward(self, *args, output_depth_weights: bool | None = None, **kwargs):
-        if self.config.output_depth_weights if output_depth_weights is None else output_depth_weights:
+        if output_depth_weights is None:
+            output_depth_weights = getattr(self.config, "output_depth_weights", False)
+        if output_depth_weights:
             raise ValueError(
                 "output_depth_weights=True, by argument or in the configuration: a classifier returns no depth "
                 "weights, but its `model` does."

@@ -17,9 +17,6 @@ import torch
 from torch import nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache
-from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.llama.modeling_llama import LlamaMLP
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
@@ -38,8 +35,10 @@ from .modeling_dense_decoder import (
     DenseDecoderAttention,
     DenseDecoderForCausalLM,
     DenseDecoderForSequenceClassification,
+    DenseDecoderLayer,
     DenseDecoderModel,
     DenseDecoderPreTrainedModel,
+    foreign_layer,
 )
 
 
@@ -184,14 +183,7 @@ def mix_and_norm(
     return partial, norm(mixed) if norm_weight is None else mixed, weights
 
 
-def foreign_layer(layer_idx: int) -> RuntimeError:
-    return RuntimeError(
-        f"Layer {layer_idx} is not the one that the model was built with. Replacing, removing or skipping layers and "
-        "pipeline parallelism are not supported with depth mixing."
-    )
-
-
-class AttnResDecoderLayer(GradientCheckpointingLayer):
+class AttnResDecoderLayer(DenseDecoderLayer):
     """
     Two sub-layers. After the hidden states, which are the running sum, the layer takes the finished sources as
     positional tensors, and, where the model has mixed them already, the result for each of its two mixers
@@ -200,12 +192,7 @@ class AttnResDecoderLayer(GradientCheckpointingLayer):
     """
 
     def __init__(self, config: AttnResConfig, layer_idx: int):
-        super().__init__()
-        self.layer_idx = layer_idx
-        self.self_attn = DenseDecoderAttention(config, layer_idx)
-        self.mlp = LlamaMLP(config)
-        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        super().__init__(config, layer_idx)
         self.attn_mixer = AttnResMixer(config)
         self.mlp_mixer = AttnResMixer(config)
         counts = config.num_finished_sources[2 * layer_idx : 2 * layer_idx + 3]

@@ -1,15 +1,16 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """
 The dense pre-norm decoder that Qwen3, Qwen2 and Llama share, without a way of connecting its layers: a family that
-builds on it brings the decoder layer and the base model's forward.
+builds on it brings the decoder layer's forward and the base model's.
 """
 
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
-from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3ForCausalLM,
     Qwen3PreTrainedModel,
@@ -26,6 +27,7 @@ from .depth_modeling_common import (
     DepthCausalLMForward,
     DepthSequenceClassificationForward,
     accepts_both_cache_names,
+    apply_norm,
     cache_update_keywords,
     refuse_pipeline_parallelism,
 )
@@ -84,6 +86,35 @@ class DenseDecoderAttention(AttentionProjections, nn.Module):
             **kwargs,
         )
         return self.o_proj(attn_output.reshape(*hidden_states.shape[:-1], -1).contiguous()), attn_weights
+
+
+class DenseDecoderLayer(GradientCheckpointingLayer):
+    """The two sub-layers of a decoder layer and the norms before them; a family writes the forward."""
+
+    def __init__(self, config: DenseDecoderConfig, layer_idx: int):
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.depth_impl = config.depth_impl
+        self.self_attn = DenseDecoderAttention(config, layer_idx)
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def attend(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
+        """The update of the attention sub-layer, `[B, T, hidden]`; the keywords are those of the attention."""
+        normalised = apply_norm(self.input_layernorm, hidden_states, self.depth_impl)
+        return self.self_attn(hidden_states=normalised, **kwargs)[0]
+
+    def feed_forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The update of the MLP sub-layer, `[B, T, hidden]`."""
+        return self.mlp(apply_norm(self.post_attention_layernorm, hidden_states, self.depth_impl))
+
+
+def foreign_layer(layer_idx: int) -> RuntimeError:
+    return RuntimeError(
+        f"Layer {layer_idx} is not the one that the model was built with. Replacing, removing or skipping layers and "
+        "pipeline parallelism are not supported with depth mixing."
+    )
 
 
 class DenseDecoderPreTrainedModel(Qwen3PreTrainedModel):
@@ -147,6 +178,7 @@ __all__ = [
     "DenseDecoderAttention",
     "DenseDecoderForCausalLM",
     "DenseDecoderForSequenceClassification",
+    "DenseDecoderLayer",
     "DenseDecoderModel",
     "DenseDecoderPreTrainedModel",
 ]

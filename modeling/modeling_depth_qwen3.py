@@ -57,7 +57,11 @@ class DepthQwen3Attention(AttentionProjections, Qwen3Attention):
         self.key_norm_position = config.key_norm_position
         check_implementation(config.depth_impl, "depth_value_mix")
         self.depth_impl = config.depth_impl
-        self.is_depth_source = any(layer_idx in sources for sources in config.depth_sources)
+        # in one of the passes, and then it returns its key and value in all of them
+        self.is_depth_source = any(
+            source % config.num_hidden_layers == layer_idx for sources in config.depth_sources for source in sources
+        )
+        self.is_looped = config.num_loops > 1
 
     @accepts_both_cache_names
     def forward(
@@ -69,12 +73,19 @@ class DepthQwen3Attention(AttentionProjections, Qwen3Attention):
         source_keys: Sequence[torch.Tensor] = (),
         source_values: Sequence[torch.Tensor] = (),
         output_depth_weights: bool = False,
+        cache_slot: int | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor | None, ...]:
         """
         Returns the output `[B, T, hidden]`, the attention weights and the depth weights (each None if not asked for),
-        and in a source layer also the key and the mixed value of these tokens, `[B, Hkv, T, d]`.
+        and in a source layer also the key and the mixed value of these tokens, `[B, Hkv, T, d]`. In a looped model
+        `cache_slot` counts the layers of all passes.
         """
+        if self.is_looped and (not isinstance(kwargs.get("cache"), Cache | None) or "attention_instances" in kwargs):
+            raise ValueError(
+                "num_loops > 1: continuous batching and attention functions of servers are not supported, since they "
+                "keep the keys and values of one pass only."
+            )
         query, key, value = self.project(hidden_states, position_embeddings, source_keys, source_values)
         depth_weights = None
         if output_depth_weights:
@@ -82,7 +93,8 @@ class DepthQwen3Attention(AttentionProjections, Qwen3Attention):
 
         keys, values = key, value
         if past_key_values is not None:
-            keys, values = past_key_values.update(key, value, self.layer_idx, **cache_update_keywords(kwargs))
+            slot = self.layer_idx if cache_slot is None else cache_slot
+            keys, values = past_key_values.update(key, value, slot, **cache_update_keywords(kwargs))
 
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         attn_output, attn_weights = attention(
@@ -175,7 +187,7 @@ class DepthQwen3Model(DecoderInputs, DepthQwen3PreTrainedModel, Qwen3Model):
     """
 
     def __init__(self, config: DepthQwen3Config):
-        if any(config.depth_sources):
+        if any(config.depth_sources) or config.num_loops > 1:
             refuse_pipeline_parallelism(config)
         # not Qwen3Model's, which would build and initialise stock layers first
         super(Qwen3Model, self).__init__(config)
@@ -191,6 +203,8 @@ class DepthQwen3Model(DecoderInputs, DepthQwen3PreTrainedModel, Qwen3Model):
         # fixed here, since early exit changes `config.num_hidden_layers` during a call
         self.depth_sources = config.depth_sources
         self.last_reader = {source: reader for reader, read in enumerate(self.depth_sources) for source in read}
+        self.source_layers = {source % config.num_hidden_layers for source in self.last_reader}
+        self.num_layers, self.num_loops = config.num_hidden_layers, config.num_loops
         self.post_init()
 
     @accepts_both_cache_names
@@ -212,27 +226,33 @@ class DepthQwen3Model(DecoderInputs, DepthQwen3PreTrainedModel, Qwen3Model):
         kwargs.setdefault("output_depth_weights", self.config.output_depth_weights)
 
         keys_and_values: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        for i, layer in enumerate(self.layers[: self.config.num_hidden_layers]):
+        layers = [*self.layers[: self.config.num_hidden_layers]]
+        # with fewer layers than there are, early exit leaves in the first pass
+        passes = self.num_loops if len(layers) == self.num_layers else 1
+        for i, layer in enumerate(passes * layers):
+            at = i % len(layers)
+            if self.num_loops > 1:
+                kwargs["cache_slot"] = i
             outputs = layer(
                 hidden_states,
                 *(tensor for source in self.depth_sources[i] for tensor in keys_and_values[source]),
-                attention_mask=masks[self.config.layer_types[i]],
+                attention_mask=masks[self.config.layer_types[at]],
                 **shared,
                 **kwargs,
             )
             for source in self.depth_sources[i]:
                 if self.last_reader[source] == i:
                     del keys_and_values[source]
-            if isinstance(outputs, tuple) != (i in self.last_reader):
+            is_source = at in self.source_layers
+            if isinstance(outputs, tuple) != is_source:
                 raise RuntimeError(
-                    f"Layer {i} is not the one that the model was built with: it "
-                    f"{'returned no' if i in self.last_reader else 'must not return its'} key and value. Replacing or "
+                    f"Layer {at} is not the one that the model was built with: it "
+                    f"{'returned no' if is_source else 'must not return its'} key and value. Replacing or "
                     "skipping layers and pipeline parallelism are not supported with depth mixing."
                 )
+            hidden_states, *key_and_value = outputs if is_source else (outputs,)
             if i in self.last_reader:
-                hidden_states, *keys_and_values[i] = outputs
-            else:
-                hidden_states = outputs
+                keys_and_values[i] = key_and_value
 
         return DepthModelOutputWithPast(
             last_hidden_state=apply_norm(self.norm, hidden_states, self.depth_impl),

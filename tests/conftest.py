@@ -3,7 +3,7 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 # before the libraries are imported: no look-ups on the Hub, no oversubscription by parallel test workers
@@ -25,8 +25,12 @@ from transformers.utils import logging
 from depthmix import (
     AttnResForCausalLM,
     AttnResForSequenceClassification,
+    DenseFormerForCausalLM,
+    DenseFormerForSequenceClassification,
     DepthQwen3ForCausalLM,
     DepthQwen3ForSequenceClassification,
+    MHCForCausalLM,
+    MHCForSequenceClassification,
 )
 from depthmix.kernels import depth_implementations
 
@@ -63,11 +67,16 @@ class Family:
     count_sources: Callable[[tuple, dict], int]
     # configuration fields for the different ways in which layers can read earlier ones, the densest first
     patterns: dict[str, dict]
+    # fields that all of its awake models have, unless given
+    defaults: dict = field(default_factory=dict)
     # a vanilla checkpoint that is read as this family keeps its function, up to the epsilon of the norms
     fresh_is_vanilla: bool = False
     # names of the modules that a vanilla model does not have, and the one of them that has nothing to mix
     own_modules: tuple[str, ...] = ()
     idle_module: str | None = None
+    # whether it returns depth weights, and whether layers hand tensors on besides the hidden states
+    has_depth_weights: bool = True
+    has_sources: bool = True
 
     @property
     def densest(self) -> dict:
@@ -78,7 +87,7 @@ class Family:
         return not set(self.own_modules).isdisjoint(parameter_name.split("."))
 
     def is_idle(self, parameter_name: str) -> bool:
-        """Whether its gradient is zero, since there is nothing to mix."""
+        """Whether its gradient is zero, or nothing but rounding, since there is nothing to mix."""
         return self.idle_module is not None and f"{self.idle_module}." in parameter_name
 
 
@@ -111,6 +120,34 @@ FAMILIES = {
         own_modules=("attn_mixer", "mlp_mixer", "output_mixer"),
         idle_module="layers.0.attn_mixer",
     ),
+    "denseformer": Family(
+        head=DenseFormerForCausalLM,
+        classifier=DenseFormerForSequenceClassification,
+        vanilla=Qwen3ForCausalLM,
+        # not every layer has an average
+        reader=lambda layer: layer.depth_average or layer.mlp,
+        count_sources=lambda args, kwargs: len(args),
+        patterns={"spaced": {"dwa_dilation": 2, "dwa_period": 2}},
+        fresh_is_vanilla=True,
+        own_modules=("depth_average",),
+        has_depth_weights=False,
+    ),
+    "mhc": Family(
+        head=MHCForCausalLM,
+        classifier=MHCForSequenceClassification,
+        vanilla=Qwen3ForCausalLM,
+        reader=lambda layer: layer.mlp_connection,
+        count_sources=lambda args, kwargs: args[0].shape[-2],
+        patterns={"streams": {"mhc_num_streams": 3}},
+        # the time to compile grows with the iterations
+        defaults={"mhc_sinkhorn_iters": 2},
+        fresh_is_vanilla=True,
+        own_modules=("attn_connection", "mlp_connection", "stream_readout"),
+        # the streams are equal there
+        idle_module="layers.0.attn_connection",
+        has_depth_weights=False,
+        has_sources=False,
+    ),
 }
 
 
@@ -131,15 +168,18 @@ def pytest_runtest_setup(item):
 
 def pytest_generate_tests(metafunc):
     """`family` runs a test over the families, `pattern` besides over the patterns of sources of each."""
+    families = FAMILIES
+    if metafunc.definition.get_closest_marker("two_families"):
+        families = {name: FAMILIES[name] for name in ("depth_qwen3", "attnres")}
     if "pattern" in metafunc.fixturenames:
         cases = [
             pytest.param(family, fields, id=f"{name}-{pattern}")
-            for name, family in FAMILIES.items()
+            for name, family in families.items()
             for pattern, fields in family.patterns.items()
         ]
         metafunc.parametrize("family, pattern", cases)
     elif "family" in metafunc.fixturenames:
-        metafunc.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
+        metafunc.parametrize("family", families.values(), ids=families.keys())
 
 
 @pytest.fixture(autouse=True)
@@ -166,7 +206,7 @@ def build():
         model = model_class(model_class.config_class(**(TINY | fields)))
         with torch.no_grad():
             for parameter in model.parameters():
-                if parameter.ndim == 1:
+                if parameter.ndim == 1 or not parameter.any():
                     parameter.add_(0.3 * torch.randn_like(parameter))
         return model.eval()
 
@@ -209,7 +249,7 @@ def build_awake(build, assert_awake):
     """`build_awake(family, **fields)` is `build` with the control that the mixing matters."""
 
     def build_awake(family: Family, **fields):
-        model = build(model_class=family.head, **fields)
+        model = build(model_class=family.head, **family.defaults | fields)
         assert_awake(model)
         return model
 

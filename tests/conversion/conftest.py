@@ -3,11 +3,39 @@
 
 import json
 import math
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen2Config, Qwen3Config, Qwen3ForCausalLM
+
+
+# lets the tests of this folder import what lies beside them
+sys.path.append(str(Path(__file__).parent))
+
+from vanilla_models import VANILLA
+
+
+@pytest.fixture
+def vanilla_source(tmp_path, tiny):
+    """`vanilla_source(kind, **fields)` saves an awake stock model of `VANILLA` and returns its folder."""
+
+    def make(kind, **more):
+        config_class, model_class, fields = VANILLA[kind]
+        torch.manual_seed(0)
+        if config_class is Qwen2Config:
+            del tiny["head_dim"]
+        model = model_class(config_class(**(tiny | fields | more)))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "norm" in name or "bias" in name:
+                    parameter.add_(0.3 * torch.randn_like(parameter))
+        model.save_pretrained(tmp_path / "source")
+        return tmp_path / "source"
+
+    return make
 
 
 @pytest.fixture

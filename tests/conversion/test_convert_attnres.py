@@ -6,45 +6,13 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoModelForCausalLM
+from vanilla_models import VANILLA
 
 from depthmix import AttnResConfig, AttnResForCausalLM
 from depthmix.conversion import ConversionError, convert, inspect_checkpoint
 
 
-SLIDING = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
-# every way in which the stock models differ on this backbone
-VANILLA = {
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
-    "qwen3 with everything": (Qwen3Config, Qwen3ForCausalLM, SLIDING | {"attention_bias": True, "head_dim": 32}),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
-    "qwen2 sliding and tied": (Qwen2Config, Qwen2ForCausalLM, SLIDING | {"tie_word_embeddings": True}),
-    "llama": (LlamaConfig, LlamaForCausalLM, {"head_dim": None}),
-    "llama with everything": (
-        LlamaConfig,
-        LlamaForCausalLM,
-        {
-            "attention_bias": True,
-            "mlp_bias": True,
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 1e5,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 64,
-            },
-        },
-    ),
-}
 EACH_VANILLA = pytest.mark.parametrize("kind", VANILLA)
 SUM_OPTIONS = [
     {},
@@ -52,26 +20,6 @@ SUM_OPTIONS = [
     {"attnres_block_size": 3, "attnres_recency_bias": True},
     {"attnres_block_size": 4},
 ]
-
-
-@pytest.fixture
-def vanilla_source(tmp_path, tiny):
-    """`vanilla_source(kind, **fields)` saves an awake stock model of `VANILLA` and returns its folder."""
-
-    def make(kind, **more):
-        config_class, model_class, fields = VANILLA[kind]
-        torch.manual_seed(0)
-        if config_class is Qwen2Config:
-            del tiny["head_dim"]
-        model = model_class(config_class(**(tiny | fields | more)))
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "norm" in name or "bias" in name:
-                    parameter.add_(0.3 * torch.randn_like(parameter))
-        model.save_pretrained(tmp_path / "source")
-        return tmp_path / "source"
-
-    return make
 
 
 @torch.no_grad()
@@ -336,11 +284,12 @@ class TestRefusals:
         [
             ({"model_type": "gpt2"}, r"Accepted are: Qwen3; .*Qwen2; .*Llama; .*AttnRes"),
             ({"model_type": "attnres"}, "already is what it would become"),
+            ({"model_type": "mhc"}, "but what mhc does: load it as it is"),
             ({"use_depth_attention": True}, "Convert it to depth_qwen3"),
             ({"model_type": "qwen3", "attnres_num_blocks": 4}, "This form of Attention Residuals is not supported"),
             ({"model_type": "qwen3", "use_p2n": True}, "several times per token"),
-            ({"baseline_mode": "denseformer"}, "DenseFormer is not supported"),
-            ({"baseline_mode": "mhc"}, "mHC is not supported"),
+            ({"baseline_mode": "denseformer"}, "Convert it to denseformer"),
+            ({"baseline_mode": "mhc"}, "Convert it to mhc"),
             ({"no_residual": True}, "Use the released AttnRes weights"),
         ],
     )
@@ -371,8 +320,9 @@ class TestRefusals:
             convert(source, tmp_path / "converted", to="attnres", progress=False)
 
 
-def test_inspect_names_both_targets(vanilla_source):
+def test_inspect_names_all_targets(vanilla_source):
     conversions = inspect_checkpoint(vanilla_source("qwen3")).conversions
-    assert list(conversions) == ["depth_qwen3", "attnres"]
+    assert list(conversions) == ["depth_qwen3", "attnres", "denseformer", "mhc"]
+    assert all(outcome.startswith("yes, with ") for outcome in conversions.values())
     fields = "attnres_variant='block', attnres_block_size=1, attnres_recency_bias=False, attnres_scale='sum'"
     assert conversions["attnres"].startswith(f"yes, with {fields}, key_norm_position='before_rope'")

@@ -44,6 +44,10 @@ NORMS = ("model.layers.0.self_attn.q_norm.weight", "model.layers.0.self_attn.k_n
             ("model.layers.0.attn_residual_connector.alpha_pre",),
             "released_mhc",
         ),
+        ({"model_type": "llama"}, ("dwa_modules.alphas.0.weight",), "llama_dwa"),
+        ({"model_type": "qwen3"}, (*NORMS, "model.dwa_modules.alphas.3.weight"), "qwen3_dwa"),
+        ({"model_type": "denseformer"}, (), "denseformer"),
+        ({"model_type": "mhc"}, (), "mhc"),
         ({"model_type": "qwen3_attnres"}, (), "attention_residuals"),
         ({"model_type": "kimi_linear", "attn_res_block_size": 12}, (), "attention_residuals"),
         ({"model_type": "qwen3", "attnres_num_blocks": 4}, NORMS, "attention_residuals"),
@@ -89,7 +93,7 @@ def test_inspect_released(released_source):
 @pytest.mark.parametrize(
     ("keys", "kind", "reason"),
     [
-        ({"baseline_mode": "mhc"}, "the released mHC baseline", "mHC is not supported by this version"),
+        ({"baseline_mode": "mhc"}, "the released mHC baseline", "Convert it to mhc"),
         ({"model_type": "gpt2"}, "a model that depthmix does not know", "Accepted are: Qwen3; "),
         ({"use_depth_attention": True, "mlp_bias": True}, "the released Depth-Attention layout", "mlp_bias is True"),
         ({"use_depth_attention": True, "hidden_size": 16}, "the released Depth-Attention layout", "has shape"),

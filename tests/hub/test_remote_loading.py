@@ -121,6 +121,7 @@ def load_from_folders(folders, ids, resaved):
     return results
 
 
+@pytest.mark.two_families
 def test_unusual_folders_without_triton(clean_python, build, token_ids, assert_awake, assert_complete, tmp_path):
     model = build()
     assert_awake(model)

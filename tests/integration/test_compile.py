@@ -56,6 +56,7 @@ def test_training_step(
     assert counting.frame_count == 1
 
 
+@pytest.mark.two_families
 @pytest.mark.slow
 def test_lengths_share_a_graph(family, build_awake, token_ids, logits_of, counting):
     model = build_awake(family, **family.densest, num_hidden_layers=3)
@@ -92,6 +93,8 @@ def test_static_cache_decoding(family, build_awake, token_ids, logits_of, counti
 
 
 def test_depth_weights(build_awake, token_ids, counting, family):
+    if not family.has_depth_weights:
+        pytest.skip("this family returns none")
     model = build_awake(family, **family.densest)
     ids = token_ids(2, 12)
     compiled = torch.compile(model, fullgraph=True, backend=counting)
@@ -120,6 +123,7 @@ def test_export(family, strict, build_awake, token_ids, logits_of):
 
 
 @pytest.mark.slow
+@pytest.mark.two_families
 @pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="inductor needs a C++ compiler on CPU")
 def test_inductor(family, build_awake, token_ids, gradients, assert_same_gradients):
     model = build_awake(family, **family.densest, num_hidden_layers=2).train()

@@ -112,7 +112,9 @@ def test_checkpointing_trains_as_without(family, build_awake, rows, train):
 
 @pytest.mark.parametrize("output_depth_weights", [False, True])
 def test_evaluate_and_predict(family, output_depth_weights, build_awake, rows, tmp_path):
-    model = build_awake(family, output_depth_weights=output_depth_weights)
+    if output_depth_weights and not family.has_depth_weights:
+        pytest.skip("this family returns none")
+    model = build_awake(family, **({"output_depth_weights": True} if output_depth_weights else {}))
     assert model.config.use_cache
     data = rows(6)
     arguments = TrainingArguments(

@@ -41,6 +41,54 @@ def exact(model, kept=()):
     return model
 
 
+SMALL = {"hidden_size": 24, "intermediate_size": 20, "head_dim": 6}
+HEADS = ((4, 2), (6, 2), (4, 1), (4, 4))
+
+
+@st.composite
+def backbones(draw):
+    """Fields of the dense decoder: its size, and every way in which the stock models on it differ."""
+    layers = draw(st.integers(1, 4))
+    heads, kv_heads = draw(st.sampled_from(HEADS))
+    fields = SMALL | {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    fields["key_norm_position"] = draw(st.sampled_from(["before_rope", "after_rope"]))
+    switches = ("use_qk_norm", "attention_bias", "attention_output_bias", "mlp_bias", "tie_word_embeddings")
+    fields |= {switch: draw(st.booleans()) for switch in switches}
+    if draw(st.booleans()):
+        kinds = st.sampled_from(["full_attention", "sliding_attention"])
+        fields |= {"use_sliding_window": True, "sliding_window": draw(st.integers(1, 4))}
+        fields["layer_types"] = draw(st.lists(kinds, min_size=layers, max_size=layers))
+    return fields
+
+
+def check_logits(model, plain, given_inputs):
+    """The model's logits beside those that the function `plain` gives for the same weights."""
+    ids, ours, of_plain = given_inputs
+    logits = model(ids, **ours).logits
+    weights = {name: tensor.double() for name, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        expected = plain(weights, model.config.to_dict(), ids, **of_plain)
+    real = ours.get("attention_mask", torch.ones_like(ids)).bool()
+    torch.testing.assert_close(logits[real], expected[real], atol=1e-10, rtol=1e-10)
+    assert logits.isfinite().all()
+
+
+def check_gradients(model, plain, ids, is_idle=lambda name: False):
+    """The gradients of the loss; those that are `is_idle`, and no others, are zero up to rounding."""
+    # the plain model shares the parameters
+    weights = dict(model.named_parameters())
+    losses = [
+        nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        for logits in (model(ids).logits, plain(weights, model.config.to_dict(), ids))
+    ]
+    ours, expected = (torch.autograd.grad(loss, list(weights.values())) for loss in losses)
+    for name, ours_, expected_ in zip(weights, ours, expected, strict=True):
+        assert (expected_.abs().max() > 1e-12) != is_idle(name), name
+        torch.testing.assert_close(
+            ours_, expected_, atol=1e-12, rtol=1e-9, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
 @st.composite
 def inputs(draw):
     """Ids with nothing else, with padding on either side, with shifted positions, or with packed documents."""

@@ -55,6 +55,48 @@ def attend(query, keys, values, seen):
     return sum(share * values[s] for share, s in zip(shares, seen or [0], strict=True))
 
 
+def attention_updates(weights, fields, layer, normed, positions, sees):
+    """What the attention of a layer gives for each token, from what its norm has given for each."""
+    heads, kv_heads, d = fields["num_attention_heads"], fields["num_key_value_heads"], fields["head_dim"]
+    eps, frequencies, prefix = fields["rms_norm_eps"], plain_frequencies(fields), f"model.layers.{layer}.self_attn"
+    window = fields["sliding_window"] if fields["layer_types"][layer] == "sliding_attention" else None
+
+    def finish(heads_of_token, t, kind, place):
+        for step in ("norm", "rope") if place == "before_rope" else ("rope", "norm"):
+            if step == "rope":
+                heads_of_token = [rotate(head, positions[t], *frequencies) for head in heads_of_token]
+            elif fields["use_qk_norm"]:
+                heads_of_token = [norm(head, weights[f"{prefix}.{kind}_norm.weight"], eps) for head in heads_of_token]
+        return heads_of_token
+
+    queries, keys, values = [], [], []
+    for t, x in enumerate(normed):
+        query, key, value = (linear(weights, f"{prefix}.{kind}_proj", x).split(d) for kind in "qkv")
+        queries.append(finish(query, t, "q", "before_rope"))
+        keys.append(finish(key, t, "k", fields["key_norm_position"]))
+        values.append(value)
+    updates = []
+    for t in range(len(normed)):
+        seen = [s for s in range(t + 1) if sees(t, s) and (window is None or t - s < window)]
+        attended = []
+        for head in range(heads):
+            kv_head = head * kv_heads // heads
+            of_head = ([token[kv_head] for token in entries] for entries in (keys, values))
+            attended.append(attend(queries[t][head], *of_head, seen))
+        updates.append(linear(weights, f"{prefix}.o_proj", torch.cat(attended)))
+    return updates
+
+
+def mlp_update(weights, layer, x):
+    """What the MLP of a layer gives for one token, from what its norm has given."""
+    gate, up = (linear(weights, f"model.layers.{layer}.mlp.{name}_proj", x) for name in ("gate", "up"))
+    return linear(weights, f"model.layers.{layer}.mlp.down_proj", gate / (1 + torch.exp(-gate)) * up)
+
+
+def linear(weights, name, x):
+    return weights[f"{name}.weight"] @ x + weights.get(f"{name}.bias", 0)
+
+
 def plain_logits(
     sequence: Callable,
     weights: dict[str, torch.Tensor],

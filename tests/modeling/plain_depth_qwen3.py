@@ -24,15 +24,16 @@ def _sequence(weights, fields, ids, positions, sees):
     frequencies, factor = plain_frequencies(fields)
     hidden = [weights["model.embed_tokens.weight"][i] for i in ids]
     finished = []
-    for layer in range(fields["num_hidden_layers"]):
+    for layer in range(fields["num_loops"] * fields["num_hidden_layers"]):
+        of_weights = layer % fields["num_hidden_layers"]
 
-        def weight(name, layer=layer):
-            return weights[f"model.layers.{layer}.{name}.weight"]
+        def weight(name, of_weights=of_weights):
+            return weights[f"model.layers.{of_weights}.{name}.weight"]
 
         def heads_of(x, name, head):
             return weight(f"self_attn.{name}_proj")[head * d : (head + 1) * d] @ x
 
-        window = fields["sliding_window"] if fields["layer_types"][layer] == "sliding_attention" else None
+        window = fields["sliding_window"] if fields["layer_types"][of_weights] == "sliding_attention" else None
         queries, keys, values = [], [], []
         for t in tokens:
             x = norm(hidden[t], weight("input_layernorm"), eps)

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from float64_checks import exact, inputs
+from float64_checks import SMALL, backbones, check_gradients, check_logits, exact, inputs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from plain_attnres import plain_attnres_logits
@@ -13,7 +13,6 @@ from depthmix import AttnResConfig, AttnResForCausalLM, AttnResModel
 from depthmix.modeling.modeling_dense_decoder import DenseDecoderAttention
 
 
-SMALL = {"hidden_size": 24, "intermediate_size": 20, "head_dim": 6}
 FUSED_NORMS = ("input_layernorm", "post_attention_layernorm", "norm")
 
 
@@ -191,37 +190,16 @@ def test_key_norm_position(place, expected):
     torch.testing.assert_close(key[0, 0, 0].double(), listed(expected), atol=1e-6, rtol=0)
 
 
-HEADS = ((4, 2), (6, 2), (4, 1), (4, 4))
-
-
 @st.composite
 def architectures(draw):
-    layers = draw(st.integers(1, 4))
-    heads, kv_heads = draw(st.sampled_from(HEADS))
     variant = draw(st.sampled_from(["block", "block", "full", "cumulative"]))
     sizes = {"block": [None, 1, 2, 3, 4, 5, 20], "full": [None, 1], "cumulative": [None, 2, 4, 20]}
-    fields = SMALL | {
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
+    return draw(backbones()) | {
         "attnres_variant": variant,
         "attnres_block_size": draw(st.sampled_from(sizes[variant])),
         "attnres_recency_bias": draw(st.booleans()),
         "attnres_scale": "mean" if variant == "cumulative" else draw(st.sampled_from(["mean", "sum"])),
-        "key_norm_position": draw(st.sampled_from(["before_rope", "after_rope"])),
     }
-    switches = ("use_qk_norm", "attention_bias", "attention_output_bias", "mlp_bias", "tie_word_embeddings")
-    fields |= {switch: draw(st.booleans()) for switch in switches}
-    if draw(st.booleans()):
-        kinds = st.sampled_from(["full_attention", "sliding_attention"])
-        fields |= {"use_sliding_window": True, "sliding_window": draw(st.integers(1, 4))}
-        fields["layer_types"] = draw(st.lists(kinds, min_size=layers, max_size=layers))
-    return fields
-
-
-def plain_logits_of(model, ids, **kwargs):
-    weights = {name: tensor.double() for name, tensor in model.state_dict().items()}
-    return plain_attnres_logits(weights, model.config.to_dict(), ids, **kwargs)
 
 
 @settings(
@@ -234,15 +212,9 @@ def plain_logits_of(model, ids, **kwargs):
     kept=st.sampled_from([FUSED_NORMS, ()]),
 )
 def test_logits_equal_the_plain_model(build, fields, given_inputs, with_gradients, kept):
-    ids, ours, plain = given_inputs
     model = exact(build(model_class=AttnResForCausalLM, **fields), kept)
     with torch.set_grad_enabled(with_gradients):
-        logits = model(ids, **ours).logits
-    with torch.no_grad():
-        expected = plain_logits_of(model, ids, **plain)
-    real = ours.get("attention_mask", torch.ones_like(ids)).bool()
-    torch.testing.assert_close(logits[real], expected[real], atol=1e-10, rtol=1e-10)
-    assert logits.isfinite().all()
+        check_logits(model, plain_attnres_logits, given_inputs)
 
 
 @pytest.mark.parametrize(
@@ -256,16 +228,4 @@ def test_logits_equal_the_plain_model(build, fields, given_inputs, with_gradient
 )
 def test_gradients_equal_those_of_the_plain_model(build, token_ids, fields):
     model = exact(build(model_class=AttnResForCausalLM, **SMALL, **fields), FUSED_NORMS)
-    ids = token_ids(2, 5)
-    # the plain model shares the parameters
-    weights = dict(model.named_parameters())
-    losses = [
-        nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-        for logits in (model(ids).logits, plain_attnres_logits(weights, model.config.to_dict(), ids))
-    ]
-    ours, expected = (torch.autograd.grad(loss, list(weights.values())) for loss in losses)
-    for name, ours_, expected_ in zip(weights, ours, expected, strict=True):
-        assert (expected_.abs().max() > 1e-12) != ("layers.0.attn_mixer." in name), name
-        torch.testing.assert_close(
-            ours_, expected_, atol=1e-12, rtol=1e-9, msg=lambda text, name=name: f"{name}: {text}"
-        )
+    check_gradients(model, plain_attnres_logits, token_ids(2, 5), lambda name: "layers.0.attn_mixer." in name)

@@ -3,6 +3,8 @@
 
 import copy
 import gc
+import re
+import warnings
 import weakref
 
 import pytest
@@ -56,7 +58,10 @@ class TestCausalLM(CausalLMChecks):
         "half": {},
         "every layer": {"depth_stride": 1, "key_norm_position": "after_rope", "num_attention_heads": 6},
         "sliding": SLIDING | {"depth_stride": 3, "depth_window": 1},
+        "looped": {"num_hidden_layers": 2, "num_loops": 3, "depth_stride": 3}
+        | {"use_sliding_window": True, "sliding_window": 6, "layer_types": ["full_attention", "sliding_attention"]},
     }
+    looped_variants = {"looped"}
     absolute_variants = {"every layer"}
     sequence_classification_class = DepthQwen3ForSequenceClassification
 
@@ -126,6 +131,93 @@ class TestWithoutSources:
         for kind in ("named_parameters", "named_buffers", "named_modules"):
             assert [name for name, _ in getattr(model, kind)()] == [name for name, _ in getattr(twin, kind)()]
         assert model.num_parameters() == twin.num_parameters()
+
+
+LOOPED = {"num_hidden_layers": 3, "num_loops": 2}
+
+
+class TestLooped:
+    @torch.no_grad()
+    @pytest.mark.parametrize("fields", [{"depth_stride": 0}, {"depth_stride": 1}, {"depth_stride": 2}, {}])
+    def test_is_a_deeper_model_with_repeated_weights(self, build, token_ids, fields):
+        model = build(**LOOPED, **fields)
+        unrolled = build(num_hidden_layers=6, **{"depth_stride": 3} | fields)
+        state = model.state_dict()
+        names = {
+            name: re.sub(r"layers\.(\d)", lambda m: f"layers.{int(m[1]) % 3}", name) for name in unrolled.state_dict()
+        }
+        unrolled.load_state_dict({name: state[source] for name, source in names.items()})
+        ids = token_ids(2, 9)
+        ours, expected = (m(ids, output_hidden_states=True, output_depth_weights=True) for m in (model, unrolled))
+        assert torch.equal(ours.logits, expected.logits)
+        for kind in ("hidden_states", "depth_weights"):
+            assert all(torch.equal(*pair) for pair in zip(ours[kind], expected[kind], strict=True))
+        tokens = [m.generate(ids, max_new_tokens=5, do_sample=False, eos_token_id=None) for m in (model, unrolled)]
+        assert torch.equal(*tokens)
+
+    def test_one_pass_more_makes_a_difference(self, build, token_ids):
+        logits = [
+            build(num_hidden_layers=3, num_loops=loops, depth_stride=0)(token_ids(2, 9)).logits for loops in (1, 2)
+        ]
+        assert (logits[0] - logits[1]).abs().max() > 0.05
+
+    def test_default_stride_is_half_of_all_layers(self):
+        assert DepthQwen3Config(**LOOPED).depth_stride == 3
+        assert DepthQwen3Config(num_hidden_layers=4).depth_stride == 2
+
+    def test_configuration_that_caches_get(self):
+        config = DepthQwen3Config(**LOOPED)
+        unrolled = config.get_text_config(decoder=True)
+        assert (unrolled.num_hidden_layers, unrolled.layer_types) == (6, ["full_attention"] * 6)
+        assert unrolled.get_text_config(decoder=True) is unrolled
+        assert config.get_text_config() is config and config.num_hidden_layers == 3
+        plain = DepthQwen3Config()
+        assert plain.get_text_config(decoder=True) is plain
+
+    @torch.no_grad()
+    @pytest.mark.parametrize("kind", ["dynamic", "static"])
+    def test_every_pass_has_its_slots(self, build, token_ids, kind):
+        model = build(**LOOPED)
+        cache = new_cache(model, kind)
+        model(token_ids(2, 9), past_key_values=cache)
+        assert len(cache.layers) == 6
+        keys = [layer.keys[:, :, :9] for layer in cache.layers]
+        assert all((keys[i] - keys[j]).abs().max() > 0.1 for i in range(6) for j in range(i))
+
+    @torch.no_grad()
+    def test_early_exit_leaves_in_the_first_pass(self, build, token_ids):
+        model, ids = build(**LOOPED), token_ids(2, 7)
+        states = model(ids, output_hidden_states=True).hidden_states
+        model.config.num_hidden_layers = 2
+        exited = model(ids).logits
+        model.config.num_hidden_layers = 3
+        assert_close(exited, model.lm_head(model.model.norm(states[2])))
+
+    def test_other_keepers_of_keys_and_values_are_refused(self, build, token_ids):
+        with pytest.raises(ValueError, match="continuous batching and attention functions of servers"):
+            build(**LOOPED)(token_ids(1, 7), attention_instances={})
+
+    @pytest.mark.parametrize("use_reentrant", [False, True])
+    def test_gradients_add_up_over_the_passes(self, build, token_ids, use_reentrant):
+        model, ids = build(**LOOPED, depth_stride=1).double().train(), token_ids(2, 7)
+        unrolled = build(num_hidden_layers=6, depth_stride=1).double().train()
+        state = model.state_dict()
+        names = {
+            name: re.sub(r"layers\.(\d)", lambda m: f"layers.{int(m[1]) % 3}", name) for name in unrolled.state_dict()
+        }
+        unrolled.load_state_dict({name: state[source] for name, source in names.items()})
+        unrolled(ids, labels=ids).loss.backward()
+        expected = dict.fromkeys(state, 0)
+        for name, parameter in unrolled.named_parameters():
+            expected[names[name]] = expected[names[name]] + parameter.grad
+        for checkpointing in (False, True):
+            if checkpointing:
+                with warnings.catch_warnings(action="ignore", category=FutureWarning):
+                    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+            model.zero_grad()
+            model(ids, labels=ids).loss.backward()
+            for name, parameter in model.named_parameters():
+                assert (parameter.grad - expected[name]).norm() <= 1e-10 * expected[name].norm(), name
 
 
 def layer_tensors(model, ids, **kwargs):

@@ -1,0 +1,71 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""Conversion to mHC: from Qwen3, Qwen2 and Llama, and from the released mHC weights and their vanilla control."""
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from depthmix.configuration.configuration_mhc import MHCConfig
+from depthmix.modeling.modeling_mhc import MHCConnection, MHCForCausalLM, MHCReadout
+
+from .conversion_target import AcceptedSource, ConversionTarget
+from .dense_decoder_sources import DenseDecoderTarget
+from .source_configs import read_aliased
+from .source_layouts import common_refusals
+from .weight_maps import RELEASED_MHC
+
+
+OPTIONS = ("mhc_num_streams", "mhc_sinkhorn_iters", "mhc_sinkhorn_order", "key_norm_position")
+
+
+def released_fields(source: dict[str, Any]) -> dict[str, Any]:
+    """The released code divides by the sums of the rows first."""
+    return {
+        "mhc_num_streams": read_aliased(source, "residual_baseline_num_streams", "mhc_num_streams", 4),
+        "mhc_sinkhorn_iters": read_aliased(source, "mhc_sinkhorn_iters", "mhc_sinkhorn_iters", 20),
+        "mhc_sinkhorn_order": "rows_first",
+        "mhc_alpha_init": source.get("mhc_alpha_init", 0.01),
+    }
+
+
+def vanilla_note(config: MHCConfig) -> str:
+    """Whether the function of a vanilla source is kept."""
+    return (
+        "The converted model computes what the vanilla checkpoint does, up to rounding: the part of its maps that "
+        "depends on the streams is zero, the streams are equal, and each gets what a sub-layer gives once."
+    )
+
+
+def start_values(config: MHCConfig) -> dict[str, torch.Tensor]:
+    """The parameters of every connection and of the readout of a model that was just built."""
+    connection = MHCConnection(config).state_dict()
+    layers = range(config.num_hidden_layers)
+    names = [f"model.layers.{i}.{site}_connection" for i in layers for site in ("attn", "mlp")]
+    values = {f"{name}.{key}": tensor for name in names for key, tensor in connection.items()}
+    return values | {f"model.stream_readout.{key}": value for key, value in MHCReadout(config).state_dict().items()}
+
+
+_MHC = DenseDecoderTarget(
+    MHCConfig,
+    MHCForCausalLM,
+    "mHC",
+    lambda options: {},
+    vanilla_note,
+    start_values,
+    ("scale_embeds", "use_p2n", "no_residual"),
+)
+
+TARGET = ConversionTarget(
+    name=MHCConfig.model_type,
+    model_class=MHCForCausalLM,
+    options=OPTIONS,
+    sources=_MHC.vanilla_sources()
+    | {"released_mhc": AcceptedSource(partial(_MHC.from_released, released_fields), RELEASED_MHC)},
+    refusals=common_refusals(MHCConfig.model_type, "hyper-connections", "mHC"),
+    summary=(
+        "MHC is a dense decoder with manifold-constrained hyper-connections (arXiv 2512.24880): several residual "
+        "streams that each sub-layer reads as one, and that a doubly stochastic matrix mixes."
+    ),
+    tags=("depthmix", "mhc"),
+)

@@ -1,0 +1,120 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""Manifold-constrained hyper-connections (mHC, arXiv 2512.24880): public entry points."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from .hyper_connection_reference import (
+    SINKHORN_ORDERS,
+    hyper_connection_read_reference,
+    hyper_connection_write_reference,
+    stream_readout_reference,
+)
+
+
+def hyper_connection_read(
+    streams: Tensor,
+    norm_weight: Tensor,
+    projection: Tensor,
+    alphas: Sequence[Tensor],
+    logits: Sequence[Tensor],
+    *,
+    eps: float,
+    iterations: int = 20,
+    order: str = "columns_first",
+) -> tuple[Tensor, Tensor, Tensor]:
+    r"""
+    What a sub-layer reads from the residual streams, and the maps by which its output is written to them (equations 7
+    to 9 of the paper).
+
+    With \\(z\\) the projection of the normalised streams, cut into its three parts, and \\(b\\) the `logits`,
+
+    $$h = \sum_i \sigma(\alpha_1 z_1 + b_1)_i x_i, \qquad p = 2 \sigma(\alpha_2 z_2 + b_2), \qquad
+    R = \mathrm{Sinkhorn}(\exp(\alpha_3 z_3 + b_3)).$$
+
+    Args:
+        streams (`torch.Tensor` of shape `[..., S, D]`):
+            The residual streams.
+        norm_weight (`torch.Tensor` of shape `[S * D]`):
+            Gain of the RMS norm over all streams together, the first stream's channels first.
+        projection (`torch.Tensor` of shape `[S * (S + 2), S * D]`):
+            Its rows give the S weights for reading, the S for writing, and the matrix row by row.
+        alphas (three `torch.Tensor` of one element), logits (`torch.Tensor` of shapes `[S]`, `[S]` and `[S, S]`):
+            Factor of the projection, and what is added to it, for each of the three maps.
+        eps (`float`):
+            Of the norm.
+        iterations (`int`, *optional*, defaults to 20), order (`str`, *optional*, defaults to `"columns_first"`):
+            How often the matrix is divided by the sums of its columns and rows, and by which of them first.
+
+    Returns:
+        \\(h\\), `[..., D]`, in the dtype of the streams; \\(R\\), `[..., S, S]`, and \\(p\\), `[..., S]`, in fp32
+        (fp64 for fp64 inputs), in which everything is computed.
+
+    Raises:
+        `ValueError`: if shapes do not fit together, or there is no such order.
+    """
+    if order not in SINKHORN_ORDERS:
+        raise ValueError(f"order={order!r}: must be one of {', '.join(SINKHORN_ORDERS)}.")
+    num_streams, size = streams.shape[-2:]
+    expected = {
+        "norm_weight": (norm_weight, (num_streams * size,)),
+        "projection": (projection, (num_streams * (num_streams + 2), num_streams * size)),
+        "logits[0]": (logits[0], (num_streams,)),
+        "logits[1]": (logits[1], (num_streams,)),
+        "logits[2]": (logits[2], (num_streams, num_streams)),
+    }
+    for name, (tensor, shape) in expected.items():
+        if tensor.shape != shape:
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)}: must be {list(shape)} for {num_streams} streams of {size}."
+            )
+    function = partial(hyper_connection_read_reference, eps=eps, iterations=iterations, order=order)
+    return _recomputed(function, streams, norm_weight, projection, *alphas, *logits)
+
+
+def hyper_connection_write(streams: Tensor, update: Tensor, residual: Tensor, post: Tensor) -> Tensor:
+    r"""
+    The residual streams after a sub-layer, \\(x'_i = \sum_j R_{ij} x_j + p_i u\\) (equation 3 of the paper).
+
+    Args:
+        streams (`torch.Tensor` of shape `[..., S, D]`):
+            The streams that the sub-layer has read.
+        update (`torch.Tensor` of shape `[..., D]`):
+            The sub-layer's output.
+        residual (`torch.Tensor` of shape `[..., S, S]`), post (`torch.Tensor` of shape `[..., S]`):
+            \\(R\\) and \\(p\\) of [`hyper_connection_read`].
+
+    Returns:
+        `torch.Tensor` of shape `[..., S, D]` in the dtype of the streams, rounded once.
+    """
+    return _recomputed(hyper_connection_write_reference, streams, update, residual, post)
+
+
+def _recomputed(function: Callable, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
+    """
+    The function, of which the backward keeps the arguments only: its fp32 forms of the streams are several times as
+    large as all else that a layer keeps. A compiler decides this by itself.
+    """
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return function(*tensors)
+    return checkpoint(function, *tensors, use_reentrant=False, preserve_rng_state=False)
+
+
+def stream_readout(streams: Tensor, logits: Tensor) -> Tensor:
+    """
+    The average of the streams that the final norm reads, weighted by a softmax.
+
+    Args:
+        streams (`torch.Tensor` of shape `[..., S, D]`):
+            The streams after the last layer.
+        logits (`torch.Tensor` of shape `[S]`):
+            Of the weights.
+
+    Returns:
+        `torch.Tensor` of shape `[..., D]` in the dtype of the streams.
+    """
+    return stream_readout_reference(streams, logits)

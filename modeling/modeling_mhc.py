@@ -1,0 +1,208 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""
+The dense decoder with manifold-constrained hyper-connections (mHC, arXiv 2512.24880).
+
+The hidden states that travel from layer to layer are several residual streams, `[B, T, streams, hidden]`. They start
+as copies of the embedding, and the final norm reads an average of them.
+"""
+
+import math
+
+import torch
+from torch import nn
+from transformers import initialization as init
+from transformers.cache_utils import Cache
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from depthmix.configuration.configuration_mhc import MHCConfig
+from depthmix.kernels.hyper_connection import hyper_connection_read, hyper_connection_write, stream_readout
+
+from .depth_modeling_common import (
+    HOST_CACHE_NAME,
+    DepthModelOutputWithPast,
+    accepts_both_cache_names,
+    apply_norm,
+    refuse_depth_weights,
+)
+from .modeling_dense_decoder import (
+    DenseDecoderAttention,
+    DenseDecoderForCausalLM,
+    DenseDecoderForSequenceClassification,
+    DenseDecoderLayer,
+    DenseDecoderModel,
+    DenseDecoderPreTrainedModel,
+)
+
+
+# the start of the residual matrix: this on the diagonal, and the rest of one beside it
+DIAGONAL_START = 0.99
+
+
+class MHCConnection(nn.Module):
+    """
+    How a sub-layer reads the residual streams, and how its output is written to them.
+
+    The projection starts at zero, so that the maps start as constants. With them and equal streams the model is the
+    vanilla decoder: it reads the average, and each stream gets the output once.
+    """
+
+    def __init__(self, config: MHCConfig):
+        super().__init__()
+        streams, self.alpha_start = config.mhc_num_streams, config.mhc_alpha_init
+        self.eps = config.rms_norm_eps
+        self.iterations = config.mhc_sinkhorn_iters
+        self.order = config.mhc_sinkhorn_order
+        self.norm_weight = nn.Parameter(torch.ones(streams * config.hidden_size))
+        self.projection = nn.Parameter(torch.zeros(streams * (streams + 2), streams * config.hidden_size))
+        # of shape [1], since FSDP2 shards no scalars
+        self.alpha_pre, self.alpha_post, self.alpha_residual = (
+            nn.Parameter(torch.full((1,), float(self.alpha_start))) for _ in range(3)
+        )
+        self.pre_logits = nn.Parameter(torch.full((streams,), -math.log(streams - 1)))
+        self.post_logits = nn.Parameter(torch.zeros(streams))
+        self.residual_logits = nn.Parameter(self.near_identity(streams))
+
+    @staticmethod
+    def near_identity(streams: int) -> torch.Tensor:
+        beside = math.log((1 - DIAGONAL_START) / (streams - 1))
+        return beside + (math.log(DIAGONAL_START) - beside) * torch.eye(streams)
+
+    def reset(self):
+        """What a new connection starts from."""
+        init.ones_(self.norm_weight)
+        init.zeros_(self.projection)
+        for alpha in (self.alpha_pre, self.alpha_post, self.alpha_residual):
+            init.constant_(alpha, self.alpha_start)
+        streams = self.pre_logits.numel()
+        init.constant_(self.pre_logits, -math.log(streams - 1))
+        init.zeros_(self.post_logits)
+        init.copy_(self.residual_logits, self.near_identity(streams))
+
+    def forward(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """
+        What the sub-layer reads, `[B, T, hidden]`, the matrix that mixes the streams, `[B, T, streams, streams]`, and
+        how much of its output each of them gets, `[B, T, streams]`.
+        """
+        return hyper_connection_read(
+            streams,
+            self.norm_weight,
+            self.projection,
+            (self.alpha_pre, self.alpha_post, self.alpha_residual),
+            (self.pre_logits, self.post_logits, self.residual_logits),
+            eps=self.eps,
+            iterations=self.iterations,
+            order=self.order,
+        )
+
+
+class MHCReadout(nn.Module):
+    """The average of the streams, with learned shares that start equal."""
+
+    def __init__(self, config: MHCConfig):
+        super().__init__()
+        self.logits = nn.Parameter(torch.zeros(config.mhc_num_streams))
+
+    def forward(self, streams: torch.Tensor) -> torch.Tensor:
+        return stream_readout(streams, self.logits)
+
+
+class MHCDecoderLayer(DenseDecoderLayer):
+    """Two sub-layers, each of which reads the residual streams and is written to them by a connection of its own."""
+
+    def __init__(self, config: MHCConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.attn_connection = MHCConnection(config)
+        self.mlp_connection = MHCConnection(config)
+
+    @accepts_both_cache_names
+    def forward(self, hidden_states: torch.Tensor, past_key_values: Cache | None = None, **kwargs) -> torch.Tensor:
+        mixed, residual, post = self.attn_connection(hidden_states)
+        update = self.attend(mixed, past_key_values=past_key_values, **kwargs)
+        hidden_states = hyper_connection_write(hidden_states, update, residual, post)
+        mixed, residual, post = self.mlp_connection(hidden_states)
+        return hyper_connection_write(hidden_states, self.feed_forward(mixed), residual, post)
+
+
+class MHCPreTrainedModel(DenseDecoderPreTrainedModel):
+    """What all models here share: their configuration, how connections start, and which outputs they record."""
+
+    config: MHCConfig
+    config_class = MHCConfig
+    _no_split_modules = ["MHCDecoderLayer"]
+    model_tags = ["depthmix", "mhc"]
+    _can_record_outputs = {"hidden_states": MHCDecoderLayer, "attentions": DenseDecoderAttention}
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module):
+        super()._init_weights(module)
+        if isinstance(module, MHCConnection):
+            module.reset()
+        elif isinstance(module, MHCReadout):
+            init.zeros_(module.logits)
+
+
+class MHCModel(MHCPreTrainedModel, DenseDecoderModel):
+    """
+    The decoder without a head. Its forward takes what [`~transformers.Qwen3Model`] takes, the cache under either of
+    its names, and returns a [`DepthModelOutputWithPast`]. Its `hidden_states` are the residual streams that the layers
+    get, `[B, T, streams, hidden]`, and last the final state, `[B, T, hidden]`.
+    """
+
+    layer_class = MHCDecoderLayer
+
+    def __init__(self, config: MHCConfig):
+        config.validate_depth_mixing()
+        super().__init__(config)
+        self.num_streams = config.mhc_num_streams
+        self.stream_readout = MHCReadout(config)
+        self.post_init()
+
+    @accepts_both_cache_names
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs,
+    ) -> DepthModelOutputWithPast:
+        refuse_depth_weights(self.config, kwargs, "its layers read streams, not earlier layers")
+        embeddings, masks, shared = self.prepare(
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache
+        )
+        hidden_states = embeddings.unsqueeze(-2).expand(-1, -1, self.num_streams, -1)
+        for i, layer in enumerate(self.layers[: self.config.num_hidden_layers]):
+            hidden_states = layer(hidden_states, attention_mask=masks[self.config.layer_types[i]], **shared, **kwargs)
+        hidden_states = self.stream_readout(hidden_states)
+        return DepthModelOutputWithPast(
+            last_hidden_state=apply_norm(self.norm, hidden_states, self.config.depth_impl),
+            **{HOST_CACHE_NAME: shared[HOST_CACHE_NAME] if use_cache else None},
+        )
+
+
+class MHCForCausalLM(MHCPreTrainedModel, DenseDecoderForCausalLM):
+    """
+    The decoder with a language-model head. Its forward takes what [`~transformers.Qwen3ForCausalLM`] takes, the cache
+    under either of its names, and returns a [`DepthCausalLMOutputWithPast`].
+    """
+
+    model_class = MHCModel
+
+
+class MHCForSequenceClassification(MHCPreTrainedModel, DenseDecoderForSequenceClassification):
+    """The decoder with a classification head on the last token that is not padding."""
+
+    model_class = MHCModel
+
+
+__all__ = [
+    "MHCForCausalLM",
+    "MHCForSequenceClassification",
+    "MHCModel",
+    "MHCPreTrainedModel",
+]

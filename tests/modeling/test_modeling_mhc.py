@@ -1,0 +1,135 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""mHC inside transformers: the checks of every causal language model, and what is its own."""
+
+import functools
+
+import pytest
+import torch
+from causal_lm_checks import CausalLMChecks, assert_close
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from depthmix import MHCConfig, MHCForCausalLM, MHCForSequenceClassification
+from depthmix.modeling.modeling_mhc import MHCConnection, MHCReadout
+
+
+LLAMA = {"use_qk_norm": False, "attention_bias": True, "mlp_bias": True}
+SLIDING = {
+    "use_sliding_window": True,
+    "sliding_window": 6,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+}
+
+
+@pytest.fixture
+def build(build):
+    return functools.partial(build, model_class=MHCForCausalLM, initializer_range=0.08)
+
+
+class TestCausalLM(CausalLMChecks):
+    variants = {
+        "rows first": {"mhc_num_streams": 3, "mhc_sinkhorn_iters": 3, "mhc_sinkhorn_order": "rows_first"}
+        | SLIDING
+        | {"num_attention_heads": 6},
+    }
+    # the streams are equal there
+    idle_module = "layers.0.attn_connection"
+    sequence_classification_class = MHCForSequenceClassification
+
+    @staticmethod
+    def first_state(model, embeddings):
+        return embeddings.unsqueeze(-2).expand(-1, -1, model.config.mhc_num_streams, -1)
+
+
+@torch.no_grad()
+def put_to_sleep(model):
+    for module in model.modules():
+        if isinstance(module, MHCConnection):
+            module.reset()
+        elif isinstance(module, MHCReadout):
+            module.logits.zero_()
+    return model
+
+
+class TestStart:
+    @pytest.mark.parametrize("backbone", [{}, {"use_qk_norm": False}, LLAMA, SLIDING | {"tie_word_embeddings": True}])
+    @pytest.mark.parametrize("streams", [2, 4])
+    def test_is_vanilla(self, build, vanilla_twin, token_ids, assert_awake, backbone, streams):
+        model = build(**backbone, mhc_num_streams=streams)
+        assert_awake(model)
+        twin, ids = vanilla_twin(put_to_sleep(model)), token_ids(2, 12)
+        mask = torch.ones_like(ids)
+        mask[0, :4] = 0
+        for given in ({}, {"attention_mask": mask}, {"labels": ids}):
+            ours, stock = model(ids, **given), twin(ids, **given)
+            assert_close(ours.logits, stock.logits, 1e-5)
+        ours.loss.backward()
+        stock.loss.backward()
+        for name, parameter in twin.named_parameters():
+            gradient = model.get_parameter(name).grad
+            assert (gradient - parameter.grad).norm() <= 1e-4 * parameter.grad.norm(), name
+
+    def test_parameters(self, tiny):
+        torch.manual_seed(3)
+        model = MHCForCausalLM(MHCConfig(**tiny, mhc_alpha_init=0.5))
+        torch.manual_seed(3)
+        stock = Qwen3ForCausalLM(Qwen3Config(**tiny)).state_dict()
+        state = model.state_dict()
+        assert all(torch.equal(state[name], tensor) for name, tensor in stock.items())
+        start = {
+            "norm_weight": torch.ones(256),
+            "projection": torch.zeros(24, 256),
+            "alpha_pre": torch.tensor([0.5]),
+            "alpha_post": torch.tensor([0.5]),
+            "alpha_residual": torch.tensor([0.5]),
+            "pre_logits": torch.logit(torch.full((4,), 0.25)),
+            "post_logits": torch.zeros(4),
+            "residual_logits": torch.log(0.01 / 3 + (0.99 - 0.01 / 3) * torch.eye(4)),
+        }
+        connections = [f"model.layers.{i}.{site}_connection" for i in range(4) for site in ("attn", "mlp")]
+        expected = {f"{connection}.{name}": value for connection in connections for name, value in start.items()}
+        expected["model.stream_readout.logits"] = torch.zeros(4)
+        assert state.keys() - stock.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, msg=name)
+
+    def test_maps_learn_from_there(self, tiny, token_ids):
+        model = MHCForCausalLM(MHCConfig(**tiny))
+        model(token_ids(2, 9), labels=token_ids(2, 9)).loss.backward()
+        for name, module in model.named_modules():
+            if isinstance(module, MHCConnection):
+                assert module.projection.grad.abs().max() > 0, name
+
+    def test_parameters_that_a_checkpoint_does_not_have(self, tiny, tmp_path):
+        """What a constructor puts into a parameter is gone by the time the checkpoint has been read."""
+        Qwen3ForCausalLM(Qwen3Config(**tiny)).save_pretrained(tmp_path)
+        state = MHCForCausalLM.from_pretrained(tmp_path, mhc_num_streams=3, mhc_alpha_init=0.5).state_dict()
+        fresh = MHCForCausalLM(MHCConfig(**tiny, mhc_num_streams=3, mhc_alpha_init=0.5)).state_dict()
+        own = [name for name in fresh if "_connection." in name or "readout" in name]
+        assert len(own) == 8 * 8 + 1
+        assert all(torch.equal(state[name], fresh[name]) for name in own)
+
+
+@torch.no_grad()
+def test_early_exit(build, token_ids):
+    """transformers changes the number of layers in the configuration for the time of a call."""
+    model, ids = build(), token_ids(2, 7)
+    states = model(ids, output_hidden_states=True).hidden_states
+    model.config.num_hidden_layers = 2
+    exited = model(ids).logits
+    assert_close(exited, model.lm_head(model.model.norm(model.model.stream_readout(states[2]))))
+
+
+def test_depth_weights_are_refused(build, token_ids):
+    for model, given in ((build(), {"output_depth_weights": True}), (build(output_depth_weights=True), {})):
+        with pytest.raises(ValueError, match="output_depth_weights=True: MHCConfig has none to return"):
+            model(token_ids(2, 7), **given)
+
+
+def test_streams_stay_wide_under_autocast(build, token_ids):
+    """As in a vanilla model, whose residual stream is fp32 then."""
+    model, seen = build(), []
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(lambda _, args: seen.extend(args))
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        model(token_ids(2, 7))
+    assert {tensor.dtype for tensor in seen} == {torch.float32}
