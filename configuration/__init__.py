@@ -3,6 +3,7 @@
 
 from .configuration_attnres import AttnResConfig
 from .configuration_depth_qwen3 import DepthQwen3Config
+from .configuration_moda_olmo2 import MoDAOlmo2Config
 
 
-__all__ = ["AttnResConfig", "DepthQwen3Config"]
+__all__ = ["AttnResConfig", "DepthQwen3Config", "MoDAOlmo2Config"]

@@ -13,7 +13,7 @@ from pkgutil import extend_path
 __path__ = extend_path(__path__, __name__)
 
 from depthmix.auto import register
-from depthmix.configuration import AttnResConfig, DepthQwen3Config
+from depthmix.configuration import AttnResConfig, DepthQwen3Config, MoDAOlmo2Config
 from depthmix.modeling import (
     AttnResForCausalLM,
     AttnResForSequenceClassification,
@@ -23,6 +23,10 @@ from depthmix.modeling import (
     DepthQwen3ForSequenceClassification,
     DepthQwen3Model,
     DepthQwen3PreTrainedModel,
+    MoDAOlmo2ForCausalLM,
+    MoDAOlmo2ForSequenceClassification,
+    MoDAOlmo2Model,
+    MoDAOlmo2PreTrainedModel,
 )
 from depthmix.version import __version__
 
@@ -40,5 +44,10 @@ __all__ = [
     "DepthQwen3ForSequenceClassification",
     "DepthQwen3Model",
     "DepthQwen3PreTrainedModel",
+    "MoDAOlmo2Config",
+    "MoDAOlmo2ForCausalLM",
+    "MoDAOlmo2ForSequenceClassification",
+    "MoDAOlmo2Model",
+    "MoDAOlmo2PreTrainedModel",
     "__version__",
 ]

@@ -23,6 +23,12 @@ AUTO_MAPS = {
         "AutoModelForCausalLM": "modeling_depth_qwen3.DepthQwen3ForCausalLM",
         "AutoModelForSequenceClassification": "modeling_depth_qwen3.DepthQwen3ForSequenceClassification",
     },
+    "moda_olmo2": {
+        "AutoConfig": "configuration_moda_olmo2.MoDAOlmo2Config",
+        "AutoModel": "modeling_moda_olmo2.MoDAOlmo2Model",
+        "AutoModelForCausalLM": "modeling_moda_olmo2.MoDAOlmo2ForCausalLM",
+        "AutoModelForSequenceClassification": "modeling_moda_olmo2.MoDAOlmo2ForSequenceClassification",
+    },
 }
 
 

@@ -13,6 +13,12 @@ from .modeling_depth_qwen3 import (
     DepthQwen3Model,
     DepthQwen3PreTrainedModel,
 )
+from .modeling_moda_olmo2 import (
+    MoDAOlmo2ForCausalLM,
+    MoDAOlmo2ForSequenceClassification,
+    MoDAOlmo2Model,
+    MoDAOlmo2PreTrainedModel,
+)
 
 
 __all__ = [
@@ -24,4 +30,8 @@ __all__ = [
     "DepthQwen3ForSequenceClassification",
     "DepthQwen3Model",
     "DepthQwen3PreTrainedModel",
+    "MoDAOlmo2ForCausalLM",
+    "MoDAOlmo2ForSequenceClassification",
+    "MoDAOlmo2Model",
+    "MoDAOlmo2PreTrainedModel",
 ]

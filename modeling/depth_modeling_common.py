@@ -14,6 +14,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 from transformers.utils.generic import can_return_tuple
 
@@ -91,7 +92,7 @@ def runs_plainly(norm: nn.Module) -> bool:
     take the weight and do its work; hooks, adapters, sharding, quantization and replaced forwards must be called.
     """
     return (
-        type(norm) is Qwen3RMSNorm
+        type(norm) in (Qwen3RMSNorm, Olmo2RMSNorm)
         and "forward" not in norm.__dict__
         and not has_hooks(norm)
         # fake ones stand for parameters when a model is exported
