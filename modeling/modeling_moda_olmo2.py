@@ -15,6 +15,8 @@ Keys of slots are not rotated. Query and slot stand at the same position, where 
 without rotation reads keys without rotation.
 """
 
+from itertools import islice
+
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
@@ -367,8 +369,9 @@ class MoDAOlmo2Model(DecoderInputs, MoDAOlmo2PreTrainedModel, Olmo2Model):
         if self.config._attn_implementation == "eager":
             return DepthStream(self.num_slots, impl="reference", window=self.window, shared_buffer=False)
         # a buffer is on one device; single slots move from layer to layer
-        first, last = (layer.self_attn.k_norm.weight.device for layer in (self.layers[0], self.layers[-1]))
-        return DepthStream(self.num_slots, impl=self.depth_impl, window=self.window, shared_buffer=first == last)
+        devices = {parameter.device for layer in self.layers for parameter in islice(layer.parameters(), 1)}
+        is_shared = len(devices) == 1
+        return DepthStream(self.num_slots, impl=self.depth_impl, window=self.window, shared_buffer=is_shared)
 
     @accepts_both_cache_names
     @merge_with_config_defaults

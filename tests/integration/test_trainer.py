@@ -112,7 +112,7 @@ def test_checkpointing_trains_as_without(family, build_awake, rows, train):
 
 @pytest.mark.parametrize("output_depth_weights", [False, True])
 def test_evaluate_and_predict(family, output_depth_weights, build_awake, rows, tmp_path):
-    model = build_awake(family, output_depth_weights=output_depth_weights)
+    model = build_awake(family, **(family.weights_fields if output_depth_weights else {}))
     assert model.config.use_cache
     data = rows(6)
     arguments = TrainingArguments(
@@ -127,7 +127,7 @@ def test_evaluate_and_predict(family, output_depth_weights, build_awake, rows, t
     predictions = trainer.predict(data).predictions
     if output_depth_weights:
         predictions, depth_weights = predictions
-        for weights, own in zip(depth_weights, expected.depth_weights, strict=True):
+        for weights, own in zip(depth_weights, expected[family.weights_name], strict=True):
             assert np.abs(weights - own.numpy()).max() <= 2e-5
     assert isinstance(predictions, np.ndarray)
     assert np.abs(predictions - expected.logits.numpy()).max() <= 2e-5
