@@ -208,7 +208,7 @@ def vanilla_twin():
         config_class = vanilla_class.config_class
         names = {*TINY, "layer_types", "sliding_window", "use_sliding_window", "tie_word_embeddings"}
         names |= {"rope_parameters", "attention_bias", "mlp_bias"}
-        names &= config_class.__dataclass_fields__.keys()
+        names &= {*config_class.__dataclass_fields__, "head_dim"}
         twin = vanilla_class(config_class(**{n: getattr(model.config, n) for n in names if hasattr(model.config, n)}))
         state = model.state_dict()
         twin.load_state_dict({name: state[name] for name in twin.state_dict()})
