@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .depth_implementations import device_of, is_recorded, operation_namespace, triton_obstacle
+from .depth_implementations import device_of, is_recorded, multiprocessors, operation_namespace, triton_obstacle
 
 
 try:
@@ -745,7 +745,7 @@ def attn_res_phase_1_backward(
     coefficients = source.new_empty((len(sources), tokens, sites), dtype=torch.float32)
     # few enough programs that their sums are small beside the sources, enough to fill the device
     columns = _divide_up(hidden_size, QUERY_GRAD_TILE["BLOCK_D"])
-    splits = max(1, min(_divide_up(tokens, 128), _divide_up(2 * _multiprocessors(source.device), columns)))
+    splits = max(1, min(_divide_up(tokens, 128), _divide_up(2 * multiprocessors(source.device), columns)))
     partial_sums = _new_sums(splits if tokens else 0, sites, source)
     if tokens:
         output_grads = _with_equal_strides([_as_rows(grad) for grad in output_grads])
@@ -975,11 +975,6 @@ def _power_of_2_from(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-@lru_cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
 @lru_cache(maxsize=1024)
 def _constants(tile: Tile, tokens: int, hidden_size: int, device: torch.device) -> tuple[dict[str, int], int]:
     block_d = _power_of_2_from(hidden_size)
@@ -994,7 +989,7 @@ def _constants(tile: Tile, tokens: int, hidden_size: int, device: torch.device) 
         constants["STAGES"] = tile.stages
     programs = _divide_up(tokens, block_rows)
     if tile.programs_per_multiprocessor:
-        programs = min(programs, tile.programs_per_multiprocessor * _multiprocessors(device))
+        programs = min(programs, tile.programs_per_multiprocessor * multiprocessors(device))
     return constants, programs
 
 

@@ -4,6 +4,7 @@
 import contextlib
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -52,19 +53,26 @@ def triton_obstacle(tensors: Iterable[Tensor]) -> str | None:
     """Why kernels cannot work on these tensors, as the end of a sentence about the kernel; None if they can."""
     if triton is None:
         return "needs the package triton, which is not installed"
-    if not torch.compiler.is_compiling():
-        if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
-            return "does not work under transforms of torch.func or forward-mode differentiation"
-        if wrappers := [tensor for tensor in tensors if is_traceable_wrapper_subclass(tensor)]:
-            return f"works on plain tensors, not on {type(wrappers[0]).__name__}"
+    if (obstacle := plain_tensor_obstacle(tensors)) is not None:
+        return obstacle
     devices, dtypes = {tensor.device for tensor in tensors}, {tensor.dtype for tensor in tensors}
-    if len(devices) > 1:
-        return f"needs all tensors on one device, not on {', '.join(sorted(map(str, devices)))}"
     if unsupported := [dtype for dtype in dtypes if dtype not in KERNEL_DTYPES]:
         return f"supports {', '.join(map(str, KERNEL_DTYPES))}, not {unsupported[0]}"
     (device,) = devices
     if device.type != "cuda" and not INTERPRETED:
         return f"needs a GPU, and the tensors are on {device}"
+    return None
+
+
+def plain_tensor_obstacle(tensors: Iterable[Tensor]) -> str | None:
+    """The same, as far as it holds for any typed operation, whatever runs in it."""
+    if not torch.compiler.is_compiling():
+        if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+            return "does not work under transforms of torch.func or forward-mode differentiation"
+        if wrappers := [tensor for tensor in tensors if is_traceable_wrapper_subclass(tensor)]:
+            return f"works on plain tensors, not on {type(wrappers[0]).__name__}"
+    if len(devices := {tensor.device for tensor in tensors}) > 1:
+        return f"needs all tensors on one device, not on {', '.join(sorted(map(str, devices)))}"
     return None
 
 
@@ -87,3 +95,9 @@ def device_of(tensor: Tensor) -> contextlib.AbstractContextManager:
     if index < 0 or index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(index)
+
+
+@lru_cache
+def multiprocessors(device: torch.device) -> int:
+    """How many of them the device has; some small number if kernels are interpreted."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

@@ -1,0 +1,255 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""Mixture-of-Depths Attention (arXiv 2603.15619): public entry points."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .depth_implementations import plain_tensor_obstacle, use_triton
+from .depth_value_mix import default_scaling
+from .moda_attention_joint import run_moda_attention
+from .moda_attention_reference import moda_attention_reference, moda_attention_weights_reference
+from .moda_attention_triton import moda_attention_obstacle
+from .sequence_attention import sequence_backend
+
+
+def moda_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    depth_keys: Tensor,
+    depth_values: Tensor,
+    *,
+    depth_query: Tensor | None = None,
+    scaling: float | None = None,
+    attention_mask: Tensor | None = None,
+    is_causal: bool = True,
+    return_lse: bool = False,
+    impl: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""
+    Attention whose softmax has further columns: for each token, the depth slots, which earlier layers made of the same
+    token (equation 2 of the paper). With query head \\(h\\) of token \\(t\\), its key-value head \\(c = \lfloor h / g
+    \rfloor\\) and one normaliser over both parts,
+
+    $$o_{th} = \sum_u p_u v_{uc} + \sum_j p_j v^d_{jtc}, \qquad p = \mathrm{softmax}\bigl([s\, q_{th}^\top k_{uc}]_u,
+    [s\, q_{th}^\top k^d_{jtc}]_j\bigr).$$
+
+    Args:
+        query (`torch.Tensor` of shape `[B, Hq, T, d]`):
+            Query heads `j * g` to `j * g + g - 1` belong to key-value head `j`, where `g = Hq / Hkv`.
+        key, value (`torch.Tensor` of shape `[B, Hkv, S, d]`):
+            Of the sequence; the tokens of the query are its last.
+        depth_keys, depth_values (`torch.Tensor` of shape `[n, B, T, Hkv, d]`):
+            The slots. There may be none.
+        depth_query (`torch.Tensor` of shape `[B, Hq, T, d]`, *optional*):
+            The query that the slots see, if it is another one.
+        scaling (`float`, *optional*):
+            Factor of all scores, `d ** -0.5` by default.
+        attention_mask (`torch.Tensor` of shape `[B or 1, Hq or 1, T, S]`, *optional*):
+            Of booleans, true where a token sees, or of what is added to the scores of the sequence. Slots are seen
+            always.
+        is_causal (`bool`, *optional*, defaults to `True`):
+            Without `attention_mask`, whether a token sees of the sequence only itself and what comes before. A mask
+            says all by itself.
+        return_lse (`bool`, *optional*, defaults to `False`):
+            Whether to return the log-sum-exp besides.
+        impl (`str`, *optional*, defaults to `"auto"`):
+            `"reference"` is pure PyTorch, holds all scores, and can be differentiated twice. `"triton"` is PyTorch's
+            fastest attention for the case with a fused kernel for the slots, and raises where that cannot run.
+            `"auto"` takes the latter where it supports the tensors, and the same with the slots done in PyTorch
+            elsewhere.
+
+    Returns:
+        `torch.Tensor` of shape `[B, Hq, T, d]` in the dtype of the query. A row that sees nothing of the sequence is
+        the mix of its slots, or zero if there are none. With `return_lse` also the natural logarithm of the sum of the
+        exponentials of all scores, of shape `[B, Hq, T]` in fp32 (fp64 for fp64 inputs); it carries no gradient.
+        Scores, softmax and sums are in fp32. Under autocast the tensors are brought to its dtype first, as by
+        `scaled_dot_product_attention`.
+
+    Raises:
+        `ValueError`: if shapes, dtypes or devices do not fit together, or `impl` is unknown.
+        `RuntimeError`: if `impl="triton"` cannot run.
+    """
+    return attend(
+        *(query, key, value, [depth_keys], [depth_values], depth_query, scaling),
+        *(attention_mask, is_causal, return_lse, impl),
+    )
+
+
+def moda_attention_weights(
+    query: Tensor,
+    key: Tensor,
+    depth_keys: Tensor,
+    *,
+    depth_query: Tensor | None = None,
+    scaling: float | None = None,
+    attention_mask: Tensor | None = None,
+    is_causal: bool = True,
+) -> Tensor:
+    """
+    The weights `p` of [`moda_attention`], for inspection.
+
+    Args:
+        query, key, depth_keys, depth_query, scaling, attention_mask, is_causal: as in [`moda_attention`].
+
+    Returns:
+        `torch.Tensor` of shape `[B, Hq, T, S + n]`, fp32 (fp64 for fp64 inputs): the sequence, then the slots. Each
+        row sums to one, or to zero if it sees nothing.
+
+    Raises:
+        `ValueError`: if the shapes do not fit together.
+    """
+    query, key, _, (depth_keys,), _, depth_query = check_attention(
+        query, key, key, [depth_keys], [depth_keys], depth_query, attention_mask, is_causal
+    )
+    weights, _ = moda_attention_weights_reference(
+        *(query, key, depth_keys),
+        depth_query=depth_query,
+        scaling=default_scaling(query, scaling),
+        attention_mask=attention_mask,
+        is_causal=is_causal,
+    )
+    return weights
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    depth_keys: Sequence[Tensor],
+    depth_values: Sequence[Tensor],
+    depth_query: Tensor | None,
+    scaling: float | None,
+    attention_mask: Tensor | None,
+    is_causal: bool,
+    return_lse: bool,
+    impl: str,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`moda_attention` with slots `[n, B, T, Hkv, d]` in several tensors, each for some of them."""
+    query, key, value, depth_keys, depth_values, depth_query = check_attention(
+        query, key, value, depth_keys, depth_values, depth_query, attention_mask, is_causal
+    )
+    scaling = default_scaling(query, scaling)
+    kernel, backend = choose(query, key, value, depth_keys, depth_values, depth_query, attention_mask, is_causal, impl)
+    if backend == "reference":
+        empty = query.new_empty((0, query.shape[0], query.shape[2], key.shape[1], query.shape[3]))
+        output, log_sum_exp = moda_attention_reference(
+            *(query, key, value),
+            *(torch.cat(list(slots)) if slots else empty for slots in (depth_keys, depth_values)),
+            depth_query=depth_query,
+            scaling=scaling,
+            attention_mask=attention_mask,
+            is_causal=is_causal,
+        )
+    else:
+        output, log_sum_exp = run_moda_attention(
+            *(query, key, value, depth_keys, depth_values, depth_query, attention_mask),
+            *(scaling, is_causal, backend, kernel),
+        )
+    return (output, log_sum_exp) if return_lse else output
+
+
+def choose(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    depth_keys: Sequence[Tensor],
+    depth_values: Sequence[Tensor],
+    depth_query: Tensor | None,
+    attention_mask: Tensor | None,
+    is_causal: bool,
+    impl: str,
+) -> tuple[bool, str]:
+    """
+    Whether the kernels work on the slots, and what attends to the sequence: a backend of `sequence_attention`,
+    "decode" for the kernel that does all, or "reference" for the pure PyTorch of all.
+    """
+    tensors = [query, key, value, *depth_keys, *depth_values, *(() if depth_query is None else (depth_query,))]
+    obstacle = plain_tensor_obstacle(tensors if attention_mask is None else [*tensors, attention_mask])
+    if attention_mask is not None and attention_mask.requires_grad and torch.is_grad_enabled():
+        obstacle = "gives attention_mask no gradient"
+    kernel = use_triton(impl, "moda_attention", obstacle or moda_attention_obstacle(*tensors))
+    if impl == "reference" or obstacle is not None or query.device.type not in ("cpu", "cuda"):
+        return False, "reference"
+    return kernel, sequence_backend(query, key, attention_mask, is_causal)
+
+
+def check_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    depth_keys: Sequence[Tensor],
+    depth_values: Sequence[Tensor],
+    depth_query: Tensor | None,
+    attention_mask: Tensor | None,
+    is_causal: bool,
+) -> tuple:
+    """
+    All tensors but the mask, in autocast's dtype if it is on, and without slots of which there are none.
+
+    Raises:
+        `ValueError`: if shapes, dtypes or devices do not fit together.
+    """
+    if query.ndim != 4 or key.ndim != 4:
+        raise ValueError(
+            f"query has shape {list(query.shape)}, key {list(key.shape)}: must be [B, Hq, T, d] and [B, Hkv, S, d]."
+        )
+    batch, heads, tokens, head_dim = query.shape
+    kv_heads, length = key.shape[1:3]
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"{heads} query heads, {kv_heads} key-value heads: the latter must divide the former.")
+    sequence, slot = (batch, kv_heads, length, head_dim), (batch, tokens, kv_heads, head_dim)
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.shape != sequence:
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)}: must be [B, Hkv, S, d] = {list(sequence)} for a query of "
+                f"shape {list(query.shape)}."
+            )
+    if len(depth_keys) != len(depth_values):
+        raise ValueError(f"{len(depth_keys)} depth_keys and {len(depth_values)} depth_values: must be as many.")
+    for name, tensors in (("depth_keys", depth_keys), ("depth_values", depth_values)):
+        for tensor, other in zip(tensors, depth_keys, strict=True):
+            if tensor.ndim != 5 or tensor.shape[0] != other.shape[0] or tensor.shape[1:] != slot:
+                raise ValueError(
+                    f"{name} has shape {list(tensor.shape)}: must be [n, B, T, Hkv, d] = [n, {', '.join(map(str, slot))}]"
+                    f", with one n for keys and values."
+                )
+    if depth_query is not None and depth_query.shape != query.shape:
+        raise ValueError(
+            f"depth_query has shape {list(depth_query.shape)}: must be that of query, {list(query.shape)}."
+        )
+    _check_mask(attention_mask, batch, heads, tokens, length)
+    if attention_mask is None and is_causal and tokens > length:
+        raise ValueError(f"{tokens} tokens are the last of a sequence of {length}: is_causal needs T <= S.")
+    tensors = [query, key, value, *depth_keys, *depth_values]
+    tensors += [] if depth_query is None else [depth_query]
+    device = query.device.type
+    if torch.is_autocast_enabled(device) and query.dtype is not torch.float64:
+        tensors = [tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors]
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        names = ", ".join(sorted({str(tensor.dtype) for tensor in tensors}))
+        raise ValueError(f"query, key, value and slots have the dtypes {names}: must be of one.")
+    query, key, value, *slots = tensors
+    depth_query = None if depth_query is None else slots.pop()
+    keys, values = slots[: len(depth_keys)], slots[len(depth_keys) :]
+    return query, key, value, *([x for x in group if x.shape[0]] for group in (keys, values)), depth_query
+
+
+def _check_mask(attention_mask: Tensor | None, batch: int, heads: int, tokens: int, length: int) -> None:
+    if attention_mask is None:
+        return
+    shape = attention_mask.shape
+    if (
+        attention_mask.ndim != 4
+        or shape[0] not in (1, batch)
+        or shape[1] not in (1, heads)
+        or shape[2:] != (tokens, length)
+    ):
+        raise ValueError(
+            f"attention_mask has shape {list(shape)}: must be [1 or {batch}, 1 or {heads}, T, S] = "
+            f"[.., .., {tokens}, {length}]."
+        )
+    if attention_mask.dtype is not torch.bool and not attention_mask.is_floating_point():
+        raise ValueError(f"attention_mask has dtype {attention_mask.dtype}: must be bool or floating point.")

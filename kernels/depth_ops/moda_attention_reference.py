@@ -1,0 +1,86 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""
+Pure PyTorch form of Mixture-of-Depths Attention: the definition that its kernels are judged against.
+
+Legend: B batch, H query heads, K key-value heads, G = H / K, T tokens, S columns of the sequence, N depth slots,
+D head dim.
+"""
+
+import torch
+from torch import Tensor
+
+from .depth_value_mix_reference import accumulation_dtype
+
+
+def moda_attention_weights_reference(
+    query: Tensor,
+    key: Tensor,
+    depth_keys: Tensor,
+    *,
+    depth_query: Tensor | None,
+    scaling: float,
+    attention_mask: Tensor | None,
+    is_causal: bool,
+) -> tuple[Tensor, Tensor]:
+    """
+    Softmax over sequence and depth, `[B, H, T, S + N]`, and its log-sum-exp `[B, H, T]`, in the accumulation dtype.
+    See `moda_attention_weights`.
+    """
+    dtype = accumulation_dtype(query.dtype)
+    depth_query = query if depth_query is None else depth_query
+    query_BKGTD, depth_query_BKGTD = (
+        x.to(dtype).unflatten(1, (key.shape[1], -1)) * scaling for x in (query, depth_query)
+    )
+    with torch.autocast(query.device.type, enabled=False):
+        sequence_BHTS = torch.einsum("bkgtd,bksd->bkgts", query_BKGTD, key.to(dtype)).flatten(1, 2)
+        depth_BHTN = torch.einsum("bkgtd,nbtkd->bkgtn", depth_query_BKGTD, depth_keys.to(dtype)).flatten(1, 2)
+    if attention_mask is None and is_causal:
+        attention_mask = causal_mask(*sequence_BHTS.shape[-2:], query.device)
+    if attention_mask is not None:
+        if attention_mask.dtype is torch.bool:
+            sequence_BHTS = sequence_BHTS.masked_fill(~attention_mask, float("-inf"))
+        else:
+            sequence_BHTS = sequence_BHTS + attention_mask.to(dtype)
+    logits_BHTX = torch.cat([sequence_BHTS, depth_BHTN], dim=-1)
+    log_sum_exp_BHT = logits_BHTX.detach().logsumexp(-1)
+    # a row that sees nothing has no softmax, and gets no weights
+    empty_BHT1 = log_sum_exp_BHT.isneginf().unsqueeze(-1)
+    weights_BHTX = logits_BHTX.masked_fill(empty_BHT1, 0.0).softmax(-1).masked_fill(empty_BHT1, 0.0)
+    return weights_BHTX, log_sum_exp_BHT
+
+
+def moda_attention_reference(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    depth_keys: Tensor,
+    depth_values: Tensor,
+    *,
+    depth_query: Tensor | None,
+    scaling: float,
+    attention_mask: Tensor | None,
+    is_causal: bool,
+) -> tuple[Tensor, Tensor]:
+    """Values averaged with these weights, `[B, H, T, D]`, and the log-sum-exp `[B, H, T]`. See `moda_attention`."""
+    weights_BHTX, log_sum_exp_BHT = moda_attention_weights_reference(
+        query,
+        key,
+        depth_keys,
+        depth_query=depth_query,
+        scaling=scaling,
+        attention_mask=attention_mask,
+        is_causal=is_causal,
+    )
+    dtype, length = weights_BHTX.dtype, key.shape[2]
+    weights_BKGTX = weights_BHTX.unflatten(1, (key.shape[1], -1))
+    with torch.autocast(query.device.type, enabled=False):
+        output_BKGTD = torch.einsum("bkgts,bksd->bkgtd", weights_BKGTX[..., :length], value.to(dtype))
+        output_BKGTD = output_BKGTD + torch.einsum(
+            "bkgtn,nbtkd->bkgtd", weights_BKGTX[..., length:], depth_values.to(dtype)
+        )
+    return output_BKGTD.flatten(1, 2).to(query.dtype), log_sum_exp_BHT
+
+
+def causal_mask(tokens: int, length: int, device: torch.device) -> Tensor:
+    """`[T, S]`: what the last `tokens` tokens of a sequence of this length see of it."""
+    return torch.ones(tokens, length, dtype=torch.bool, device=device).tril(length - tokens)
