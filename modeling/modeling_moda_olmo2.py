@@ -15,7 +15,7 @@ Keys of slots are not rotated. Query and slot stand at the same position, where 
 without rotation reads keys without rotation.
 """
 
-from itertools import islice
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -64,8 +64,8 @@ def eager_moda_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     depth_query: torch.Tensor,
-    depth_keys: list[torch.Tensor],
-    depth_values: list[torch.Tensor],
+    depth_keys: Sequence[torch.Tensor],
+    depth_values: Sequence[torch.Tensor],
     attention_mask: torch.Tensor | None,
     scaling: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,7 +77,7 @@ def eager_moda_attention(
             What asks the tokens and what asks the slots.
         key, value (`torch.Tensor` of shape `[B, Hkv, S, d]`):
             The tokens.
-        depth_keys, depth_values (lists of n `torch.Tensor` of shape `[B, T, Hkv, d]`):
+        depth_keys, depth_values (sequences of n `torch.Tensor` of shape `[B, T, Hkv, d]`):
             The slots.
         attention_mask (`torch.Tensor` of shape `[B or 1, 1 or Hq, T, S]`, *optional*):
             Added to the scores of the tokens.
@@ -168,11 +168,10 @@ class MoDAOlmo2Attention(Olmo2Attention):
         if past_key_values is not None:
             keys, values = past_key_values.update(key, value, self.layer_idx, **cache_update_keywords(kwargs))
 
-        implementation = self.config._attn_implementation
-        if implementation not in ATTENTION_IMPLEMENTATIONS:
-            raise unsupported_attention(implementation)
         if self.first_slot == self.last_slot:
-            attention = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
+            attention = ALL_ATTENTION_FUNCTIONS.get_interface(
+                self.config._attn_implementation, eager_attention_forward
+            )
             dropout = self.attention_dropout if self.training else 0.0
             attn_output, attn_weights = attention(
                 self, query, keys, values, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
@@ -207,11 +206,18 @@ class MoDAOlmo2Attention(Olmo2Attention):
         is_causal: bool | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention to tokens and slots: output `[B, Hq, T, d]`, and the weights, from the eager form."""
-        slots = (self.first_slot, self.last_slot)
         if self.config._attn_implementation == "eager":
-            depth_keys, depth_values = depth_stream.slots(handle, *slots)
+            # the handle of a stream that shares no buffer: key, value, key, value, ...
+            first, last = 2 * self.first_slot, 2 * self.last_slot
             return eager_moda_attention(
-                query, keys, values, depth_query, depth_keys, depth_values, attention_mask, self.scaling
+                query,
+                keys,
+                values,
+                depth_query,
+                handle[first:last:2],
+                handle[first + 1 : last : 2],
+                attention_mask,
+                self.scaling,
             )
         is_causal = self.is_causal if is_causal is None else is_causal
         tokens = query.shape[2]
@@ -360,18 +366,9 @@ class MoDAOlmo2Model(DecoderInputs, MoDAOlmo2PreTrainedModel, Olmo2Model):
         self.slots_per_layer = config.depth_slots_per_layer
         self.num_slots = config.depth_slots[-1][1]
         self.slot_size = self.layers[0].slot_size
-        self.window = config.moda_depth_window
         if self.num_slots:
             refuse_pipeline_parallelism(config)
         self.post_init()
-
-    def new_stream(self) -> DepthStream:
-        if self.config._attn_implementation == "eager":
-            return DepthStream(self.num_slots, impl="reference", window=self.window, shared_buffer=False)
-        # a buffer is on one device; single slots move from layer to layer
-        devices = {parameter.device for layer in self.layers for parameter in islice(layer.parameters(), 1)}
-        is_shared = len(devices) == 1
-        return DepthStream(self.num_slots, impl=self.depth_impl, window=self.window, shared_buffer=is_shared)
 
     @accepts_both_cache_names
     @merge_with_config_defaults
@@ -392,12 +389,15 @@ class MoDAOlmo2Model(DecoderInputs, MoDAOlmo2PreTrainedModel, Olmo2Model):
                 "Mixture-of-Depths Attention share a softmax with the tokens. Their weights are the last columns of "
                 "the attention weights (attn_implementation='eager', output_attentions=True)."
             )
+        implementation = self.config._attn_implementation
+        if implementation not in ATTENTION_IMPLEMENTATIONS:
+            raise unsupported_attention(implementation)
         hidden_states, masks, shared = self.prepare(
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache
         )
         handle: tuple[torch.Tensor, ...] = ()
         if self.num_slots:
-            stream = self.new_stream()
+            stream = DepthStream(self.num_slots, impl="reference" if implementation == "eager" else self.depth_impl)
             handle = stream.handle
             shared["depth_stream"] = stream
             shared["rotary_scaling"] = self.rotary_emb.attention_scaling

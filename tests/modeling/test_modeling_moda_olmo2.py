@@ -18,7 +18,12 @@ class TestCausalLM(CausalLMChecks):
     variants = {
         "row 4": {},
         "row 5, reader norm": {"moda_attn_depth_proj": True, "moda_depth_key_mode": "reader_norm"},
-        "row 3, pre-norm": {"moda_ffn_slots": False, "moda_norm_style": "pre", "num_attention_heads": 6, "head_dim": 16},
+        "row 3, pre-norm": {
+            "moda_ffn_slots": False,
+            "moda_norm_style": "pre",
+            "num_attention_heads": 6,
+            "head_dim": 16,
+        },
         "window, post-norm": {"moda_depth_window": 3, "moda_norm_style": "post"},
     }
     absolute_variants = {"row 5, reader norm"}
