@@ -113,11 +113,12 @@ class MoDAOlmo2Config(Olmo2Config):
                 f"attention_dropout={self.attention_dropout}: must be 0 with depth slots, since the joint softmax has "
                 "no dropout."
             )
-        kinds = set(getattr(self, "layer_types", None) or ())
-        if getattr(self, "sliding_window", None) is not None or kinds - {"full_attention"}:
+        # fields of other models, which caches and masks would take notice of
+        window, kinds = getattr(self, "sliding_window", None), set(getattr(self, "layer_types", None) or ())
+        if window is not None or kinds - {"full_attention"}:
             raise ValueError(
-                f"sliding_window={getattr(self, 'sliding_window', None)}, layer_types={sorted(kinds)}: must not be set, "
-                "since OLMo2 attends to all earlier tokens in every layer."
+                f"sliding_window={window}, layer_types={sorted(kinds)}: must not be set, since OLMo2 attends to all "
+                "earlier tokens in every layer."
             )
 
     @property

@@ -227,6 +227,13 @@ def refuse_pipeline_parallelism(config: PreTrainedConfig) -> None:
         )
 
 
+def foreign_layer(layer_idx: int) -> RuntimeError:
+    return RuntimeError(
+        f"Layer {layer_idx} is not the one that the model was built with. Replacing, removing or skipping layers and "
+        "pipeline parallelism are not supported with depth mixing."
+    )
+
+
 @dataclass
 class DepthModelOutputWithPast(BaseModelOutputWithPast):
     """

@@ -31,6 +31,7 @@ from .depth_modeling_common import (
     HOST_CACHE_NAME,
     DepthModelOutputWithPast,
     accepts_both_cache_names,
+    foreign_layer,
     has_hooks,
     runs_plainly,
 )
@@ -178,13 +179,6 @@ def mix_and_norm(
         norm_weight = norm.weight
     partial, mixed, weights = mixer(partial, update, sources, phase_1, norm_weight, output_depth_weights)
     return partial, norm(mixed) if norm_weight is None else mixed, weights
-
-
-def foreign_layer(layer_idx: int) -> RuntimeError:
-    return RuntimeError(
-        f"Layer {layer_idx} is not the one that the model was built with. Replacing, removing or skipping layers and "
-        "pipeline parallelism are not supported with depth mixing."
-    )
 
 
 class AttnResDecoderLayer(GradientCheckpointingLayer):

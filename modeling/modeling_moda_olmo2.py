@@ -51,6 +51,7 @@ from .depth_modeling_common import (
     accepts_both_cache_names,
     apply_norm,
     cache_update_keywords,
+    foreign_layer,
     refuse_pipeline_parallelism,
     runs_plainly,
 )
@@ -156,10 +157,10 @@ class MoDAOlmo2Attention(Olmo2Attention):
         key and value make a slot, that key and that value, `[B, T, Hkv * d]`.
         """
         head_shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        projected_key = self.k_proj(hidden_states)
-        flat_value = self.v_proj(hidden_states)
-        flat_key = apply_norm(self.k_norm, projected_key, self.depth_impl)
         plain_query = apply_norm(self.q_norm, self.q_proj(hidden_states), self.depth_impl)
+        projected_key = self.k_proj(hidden_states)
+        flat_key = apply_norm(self.k_norm, projected_key, self.depth_impl)
+        flat_value = self.v_proj(hidden_states)
         plain_query = plain_query.view(head_shape).transpose(1, 2)
         key, value = (flat.view(head_shape).transpose(1, 2) for flat in (flat_key, flat_value))
         query, key = self.rotate(plain_query, key, value, position_embeddings)
@@ -250,6 +251,7 @@ class MoDAOlmo2DecoderLayer(Olmo2DecoderLayer):
     def __init__(self, config: MoDAOlmo2Config, layer_idx: int):
         GradientCheckpointingLayer.__init__(self)
         self.hidden_size = config.hidden_size
+        self.layer_idx = layer_idx
         self.self_attn = MoDAOlmo2Attention(config, layer_idx)
         self.mlp = Olmo2MLP(config)
         self.depth_impl = config.depth_impl
@@ -403,14 +405,12 @@ class MoDAOlmo2Model(DecoderInputs, MoDAOlmo2PreTrainedModel, Olmo2Model):
             shared["rotary_scaling"] = self.rotary_emb.attention_scaling
 
         for i, layer in enumerate(self.layers[: self.config.num_hidden_layers]):
+            if getattr(layer, "layer_idx", i) != i:
+                raise foreign_layer(i)
             outputs = layer(hidden_states, *handle, attention_mask=masks["full_attention"], **shared, **kwargs)
             hidden_states, *slots = outputs if isinstance(outputs, tuple) else (outputs,)
             if len(slots) != (2 * self.slots_per_layer if i + 1 < len(self.layers) else 0):
-                raise RuntimeError(
-                    f"Layer {i} is not the one that the model was built with: it returned {len(slots)} tensors of "
-                    "depth slots. Replacing, removing or skipping layers and pipeline parallelism are not supported "
-                    "with depth mixing."
-                )
+                raise foreign_layer(i)
             for key, value in zip(slots[0::2], slots[1::2], strict=True):
                 handle = stream.write(handle, self.as_slot(key), self.as_slot(value))
 

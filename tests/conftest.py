@@ -198,7 +198,7 @@ def build():
 
 @pytest.fixture
 def vanilla_twin():
-    """`vanilla_twin(model)` gives the vanilla model of its family (without q/k norms, a Llama) with the same weights."""
+    """`vanilla_twin(model)` gives its vanilla model, or without q/k norms the Llama, with the same weights."""
 
     def vanilla_twin(model):
         if isinstance(model.config, Olmo2Config):
