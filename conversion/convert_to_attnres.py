@@ -3,6 +3,7 @@
 Conversion to AttnRes: from Qwen3, Qwen2 and Llama, and from the released AttnRes weights and their vanilla control.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -75,12 +76,13 @@ def from_released_attnres(variant: str, source: dict[str, Any], options: dict[st
     return TranslatedConfig(config, stock_config, note, tuple(warnings))
 
 
-def start_values(config: AttnResConfig) -> dict[str, torch.Tensor]:
+def start_values(config: AttnResConfig) -> dict[str, Callable[[], torch.Tensor]]:
     """The parameters of every mixer of a model that was just built."""
     mixer = AttnResMixer(config).state_dict()
     layers = range(config.num_hidden_layers)
     names = [f"model.layers.{i}.{site}_mixer" for i in layers for site in ("attn", "mlp")]
-    return {f"{name}.{key}": tensor for name in (*names, "model.output_mixer") for key, tensor in mixer.items()}
+    names.append("model.output_mixer")
+    return {f"{name}.{key}": partial(mixer.get, key) for name in names for key in mixer}
 
 
 def _from_vanilla(

@@ -47,6 +47,7 @@ from .checkpoint_source import (
 from .conversion_target import ConversionTarget, TranslatedConfig
 from .convert_to_attnres import TARGET as ATTNRES
 from .convert_to_depth_qwen3 import TARGET as DEPTH_QWEN3
+from .convert_to_moda_olmo2 import TARGET as MODA_OLMO2
 from .errors import ConversionError
 from .model_card import make_model_card, read_card_metadata
 from .output_folder import check_apart, check_destination, staged_folder
@@ -55,7 +56,7 @@ from .source_layouts import LAYOUTS, SourceLayout, recognise_layout
 from .tensor_plan import TensorPlan, plan_tensors
 
 
-TARGETS: dict[str, ConversionTarget] = {target.name: target for target in (DEPTH_QWEN3, ATTNRES)}
+TARGETS: dict[str, ConversionTarget] = {target.name: target for target in (DEPTH_QWEN3, ATTNRES, MODA_OLMO2)}
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -71,6 +72,11 @@ def convert(
     attnres_block_size: int | None = None,
     attnres_recency_bias: bool | None = None,
     attnres_scale: str | None = None,
+    moda_attn_slots: bool | None = None,
+    moda_ffn_slots: bool | None = None,
+    moda_attn_depth_proj: bool | None = None,
+    moda_depth_key_mode: str | None = None,
+    moda_depth_window: int | None = None,
     dtype: str | torch.dtype | None = None,
     shard_size: int | str = "5GB",
     push_to_hub: str | None = None,
@@ -92,7 +98,8 @@ def convert(
         source (`str` or `os.PathLike`):
             A folder with config.json and safetensors files, or a Hub id. What is accepted depends on the target:
             for `"depth_qwen3"` these are Qwen3, and the released Depth-Attention weights with their vanilla control;
-            for `"attnres"` Qwen3, Qwen2 and Llama, and the AttnRes weights and vanilla control of that release.
+            for `"attnres"` Qwen3, Qwen2 and Llama, and the AttnRes weights and vanilla control of that release; for
+            `"moda_olmo2"` OLMo2.
         dest (`str` or `os.PathLike`):
             Folder of the result, not the current one. It must not exist or be empty, unless `overwrite` is set.
         to (`str`, *optional*, defaults to `"depth_qwen3"`):
@@ -105,8 +112,16 @@ def convert(
             vanilla sources `"block"`, 8 blocks and `"sum"`, with which the function stays the same.
         attnres_recency_bias (`bool`, *optional*):
             Another one. Left out, it is whether the released weights have it, and `False` for vanilla sources.
+        moda_attn_slots (`bool`, *optional*), moda_ffn_slots (`bool`, *optional*):
+            Fields of [`MoDAOlmo2Config`], as are all options of that prefix. Left out, they have its defaults: row 4
+            of the paper's table.
+        moda_attn_depth_proj (`bool`, *optional*), moda_depth_key_mode (`str`, *optional*):
+            More of them: row 5, and how the keys of slots are finished.
+        moda_depth_window (`int`, *optional*):
+            Another one: how many of the most recent slots a layer reads.
         key_norm_position (`str`, *optional*):
-            A field of both. Left out, it is `"before_rope"`, and `"after_rope"` for everything of that release.
+            A field of [`DepthQwen3Config`] and [`AttnResConfig`]. Left out, it is `"before_rope"`, and `"after_rope"`
+            for everything of that release.
         dtype (`str` or `torch.dtype`, *optional*):
             `"float32"`, `"bfloat16"` or `"float16"`. Left out, every tensor keeps its dtype.
         shard_size (`int` or `str`, *optional*, defaults to `"5GB"`):
@@ -146,6 +161,11 @@ def convert(
         "attnres_block_size": attnres_block_size,
         "attnres_recency_bias": attnres_recency_bias,
         "attnres_scale": attnres_scale,
+        "moda_attn_slots": moda_attn_slots,
+        "moda_ffn_slots": moda_ffn_slots,
+        "moda_attn_depth_proj": moda_attn_depth_proj,
+        "moda_depth_key_mode": moda_depth_key_mode,
+        "moda_depth_window": moda_depth_window,
     }
     options = {key: value for key, value in options.items() if value is not None}
     dtype_code = _check_dtype(dtype)

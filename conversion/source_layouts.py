@@ -185,6 +185,7 @@ UNKNOWN_LAYOUT = SourceLayout("unknown", "a model that depthmix does not know", 
 LAYOUTS = (
     SourceLayout("depth_qwen3", "DepthQwen3 (depthmix)", _model_type("depth_qwen3")),
     SourceLayout("attnres", "AttnRes (depthmix)", _model_type("attnres")),
+    SourceLayout("moda_olmo2", "MoDAOlmo2 (depthmix)", _model_type("moda_olmo2")),
     SourceLayout("released_attnres_block", "the released code's AttnRes without recency bias", _attnres_without_bias),
     *(SourceLayout(name, title, _released_baseline(name)) for name, (title, *_) in _RELEASED_BASELINES.items()),
     SourceLayout("attention_residuals", "another form of Attention Residuals", _other_attention_residuals),
@@ -194,7 +195,7 @@ LAYOUTS = (
     SourceLayout("qwen3_p2n", "Qwen3 with several shifted passes (P2N)", _qwen3_shifted_passes),
     *(
         SourceLayout(name, title, recognise)
-        for model_type, stock_name in (("qwen3", "Qwen3"), ("qwen2", "Qwen2"), ("llama", "Llama"))
+        for model_type, stock_name in (("qwen3", "Qwen3"), ("qwen2", "Qwen2"), ("llama", "Llama"), ("olmo2", "OLMo2"))
         for name, title, recognise in (
             (f"{model_type}_base", f"{stock_name} with the tensor names of its base model", _base_model(model_type)),
             (model_type, stock_name, _model_type(model_type)),

@@ -371,8 +371,8 @@ class TestRefusals:
             convert(source, tmp_path / "converted", to="attnres", progress=False)
 
 
-def test_inspect_names_both_targets(vanilla_source):
+def test_inspect_names_all_targets(vanilla_source):
     conversions = inspect_checkpoint(vanilla_source("qwen3")).conversions
-    assert list(conversions) == ["depth_qwen3", "attnres"]
+    assert list(conversions) == ["depth_qwen3", "attnres", "moda_olmo2"]
     fields = "attnres_variant='block', attnres_block_size=1, attnres_recency_bias=False, attnres_scale='sum'"
     assert conversions["attnres"].startswith(f"yes, with {fields}, key_norm_position='before_rope'")

@@ -245,7 +245,7 @@ def test_command_adds_code(build, assert_complete, tmp_path):
     ("config", "message"),
     [
         (None, "has no config.json"),
-        ({"model_type": "qwen3"}, "model_type is 'qwen3', must be one of attnres, depth_qwen3"),
+        ({"model_type": "qwen3"}, "model_type is 'qwen3', must be one of attnres, depth_qwen3, moda_olmo2"),
         ({}, "model_type is None"),
     ],
 )
