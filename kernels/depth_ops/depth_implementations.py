@@ -101,3 +101,19 @@ def device_of(tensor: Tensor) -> contextlib.AbstractContextManager:
 def multiprocessors(device: torch.device) -> int:
     """How many of them the device has; some small number if kernels are interpreted."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+    """To which autocast brings the inputs of an attention; None if it is off or leaves this tensor alone."""
+    device = tensor.device.type
+    if tensor.dtype is torch.float64 or not torch.amp.is_autocast_available(device):
+        return None
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager:
+    """The context in which matrix products keep the dtype of their inputs."""
+    device = tensor.device.type
+    return (
+        torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else contextlib.nullcontext()
+    )

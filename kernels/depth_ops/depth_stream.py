@@ -1,17 +1,32 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
-"""The depth slots that the layers of one call of a model write and read."""
+"""
+The depth slots that the layers of one call of a model write and read.
+
+Where kernels run, slots lie in one buffer, and so do their gradients, to which the backward of each reader adds in
+place. The handle orders autograd: it depends on all writes before, and every reader depends on it, so the gradient of
+a slot is complete when its writer's backward takes it. Autograd sees no slots there, and no gradients of the handle.
+
+Elsewhere, and where operations are recorded, as by `torch.compile`, the handle is the slots themselves.
+"""
+
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from .depth_implementations import check_implementation
-from .moda_attention import attend
+from .depth_implementations import autocast_dtype, check_implementation, is_recorded, use_triton
+from .depth_value_mix import default_scaling
+from .moda_attention import attend, check_attention, choose
+from .moda_attention_joint import joint_backward, moda_attention_forward, run_moda_attention
+from .moda_attention_triton import slot_obstacle
 
 
 class DepthStream:
     """
     The slots of one call of a model, for [`moda_attention_over_stream`]. Whoever runs the layers makes one, writes a
-    layer's slots after its call, and hands `handle`, what `write` last returned, to each layer, as tensors of its own:
+    layer's slots after its call, and hands the handle, what `write` last returned, to each layer, as tensors of its
+    own:
 
         stream = DepthStream(slots)
         handle = stream.handle
@@ -26,20 +41,33 @@ class DepthStream:
             How many will be written at most.
         impl (`str`, *optional*, defaults to `"auto"`):
             As in [`moda_attention`].
+        grad_dtype (`torch.dtype`, *optional*):
+            In what the gradients of shared slots are added up, the dtype of the slots by default.
 
     Raises:
         `ValueError`: if `impl` is unknown.
         `RuntimeError`: if `impl="triton"` and Triton is not installed.
     """
 
-    def __init__(self, slots: int, *, impl: str = "auto"):
+    def __init__(self, slots: int, *, impl: str = "auto", grad_dtype: torch.dtype | None = None):
         check_implementation(impl, "DepthStream")
-        self.capacity, self.impl, self.written = slots, impl, 0
+        self.capacity, self.impl, self.grad_dtype = slots, impl, grad_dtype
+        self.written = 0
+        # keys and values `[slots, B, T, K, D]`, and their gradients during a backward pass, where slots are shared
+        self._slots: list[Tensor] | None = None
+        self._grads: list[Tensor] | None = None
+        self._has_grad = [False] * slots
+        self._graph_tasks: set[int] = set()
 
     @property
     def handle(self) -> tuple[Tensor, ...]:
         """The handle before anything is written."""
         return ()
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the slots lie in one buffer; not known before the first is written."""
+        return self._slots is not None
 
     def write(self, handle: tuple[Tensor, ...], key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """
@@ -56,6 +84,7 @@ class DepthStream:
 
         Raises:
             `ValueError`: if shapes do not fit together, or there is no slot left.
+            `RuntimeError`: if `impl="triton"` cannot run.
         """
         if key.ndim != 4 or key.shape != value.shape:
             raise ValueError(
@@ -63,8 +92,113 @@ class DepthStream:
             )
         if self.written == self.capacity:
             raise ValueError(f"slots={self.capacity}: all have been written.")
+        index = self.written
+        if (dtype := autocast_dtype(key)) is not None:
+            key, value = key.to(dtype), value.to(dtype)
+        if index == 0 and use_triton(self.impl, "DepthStream", slot_obstacle(key, value)) and not is_recorded():
+            self._slots = [x.new_empty((self.capacity, *x.shape)) for x in (key, value)]
         self.written += 1
-        return (*handle, key, value)
+        if self._slots is None:
+            return (*handle, key, value)
+        if key.shape != self._slots[0].shape[1:]:
+            raise ValueError(
+                f"key has shape {list(key.shape)}: must be that of the slots before, {list(self._slots[0].shape[1:])}."
+            )
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (key, value, *handle)):
+            return (_Write.apply(self, index, key, value, *handle),)
+        self._store(index, key, value)
+        return handle or (key.new_zeros(1, dtype=torch.float32),)
+
+    def _store(self, index: int, key: Tensor, value: Tensor) -> None:
+        for slots, tensor in zip(self._slots, (key, value), strict=True):
+            slots[index].copy_(tensor)
+
+    def _read(self, start: int, stop: int, device: torch.device) -> list[Tensor]:
+        # the layers of a model may be spread over devices
+        return [slots[start:stop].to(device) for slots in self._slots]
+
+    def _grads_of(self, start: int, stop: int) -> tuple[list[Tensor], int]:
+        """Where to add the gradients of these slots, and how many of them, the first, hold nothing yet."""
+        if self._grads is None:
+            self._grads = [torch.empty_like(slots, dtype=self.grad_dtype or slots.dtype) for slots in self._slots]
+        grads = [grad[start:stop] for grad in self._grads]
+        had = self._has_grad[start:stop]
+        fresh = had.index(True) if any(had) else len(had)
+        for i in range(fresh, len(had)):
+            if not had[i]:
+                for grad in grads:
+                    grad[i].zero_()
+        self._has_grad[start:stop] = [True] * len(had)
+        return grads, fresh
+
+    def _take_grads(self, index: int) -> list[Tensor | None]:
+        """The complete gradients of a slot."""
+        if not self._has_grad[index]:
+            return [None, None]
+        self._has_grad[index] = False
+        return [grads[index].to(slots.dtype) for grads, slots in zip(self._grads, self._slots, strict=True)]
+
+    def _join_backward(self) -> None:
+        """
+        Lets the gradients end with the backward pass that runs, if any: it may not reach every writer. Reentrant
+        checkpointing runs passes within passes; a layer's forward is computed again in the outer one.
+        """
+        task = torch._C._current_graph_task_id()
+        if task != -1 and task not in self._graph_tasks:
+            self._graph_tasks.add(task)
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._leave_backward, task))
+
+    def _leave_backward(self, task: int) -> None:
+        self._graph_tasks.discard(task)
+        if not self._graph_tasks:
+            self._grads, self._has_grad = None, [False] * self.capacity
+
+
+class _Write(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, stream, index, key, value, *handle):
+        ctx.stream, ctx.index = stream, index
+        ctx.set_materialize_grads(False)
+        stream._store(index, key, value)
+        return key.new_zeros(1, dtype=torch.float32)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, _):
+        return None, None, *ctx.stream._take_grads(ctx.index), *(None,) * (len(ctx.needs_input_grad) - 4)
+
+
+class _Read(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, stream, span, constants, query, key, value, depth_query, attention_mask, *handle):
+        ctx.stream, ctx.span, ctx.constants = stream, span, constants
+        stream._join_backward()
+        keys, values = stream._read(*span, query.device)
+        inputs = (query, key, value, [keys], [values], depth_query, attention_mask)
+        output, log_sum_exp = moda_attention_forward(*inputs, *constants)
+        ctx.mark_non_differentiable(log_sum_exp)
+        ctx.save_for_backward(query, key, value, depth_query, attention_mask, output, log_sum_exp)
+        return output, log_sum_exp
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, output_grad, _):
+        query, key, value, depth_query, attention_mask, output, log_sum_exp = ctx.saved_tensors
+        stream = ctx.stream
+        stream._join_backward()
+        keys, values = stream._read(*ctx.span, query.device)
+        totals, fresh = stream._grads_of(*ctx.span)
+        here = totals if keys.device == totals[0].device else [torch.zeros_like(x) for x in (keys, values)]
+        query_grad, key_grad, value_grad, *depth_query_grad = joint_backward(
+            *(output_grad, query, key, value, keys, values, depth_query, attention_mask, output, log_sum_exp),
+            *(*ctx.constants, here, fresh),
+        )
+        if here is not totals:
+            for total, grad in zip(totals, here, strict=True):
+                total[:fresh] = grad[:fresh].to(total)
+                total[fresh:] += grad[fresh:].to(total)
+        handle_grads = (None,) * (len(ctx.needs_input_grad) - 8)
+        return None, None, None, query_grad, key_grad, value_grad, *(depth_query_grad or [None]), None, *handle_grads
 
 
 def moda_attention_over_stream(
@@ -101,8 +235,51 @@ def moda_attention_over_stream(
     """
     if not 0 <= start <= stop <= stream.written:
         raise ValueError(f"start={start}, stop={stop}: must be within the {stream.written} slots written.")
+    if stream.is_shared and start < stop:
+        output, log_sum_exp = _attend_to_shared(
+            *(query, key, value, stream, handle, (start, stop), depth_query, scaling, attention_mask, is_causal)
+        )
+        return (output, log_sum_exp) if return_lse else output
+    if stream.is_shared:
+        handle = ()
     keys, values = ([slot.unsqueeze(0) for slot in handle[2 * start + i : 2 * stop : 2]] for i in range(2))
     return attend(
         *(query, key, value, keys, values, depth_query, scaling),
         *(attention_mask, is_causal, return_lse, stream.impl),
     )
+
+
+# what happens here behind autograd's back is not for the compiler to see
+@torch.compiler.disable
+def _attend_to_shared(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    stream: DepthStream,
+    handle: tuple[Tensor, ...],
+    span: tuple[int, int],
+    depth_query: Tensor | None,
+    scaling: float | None,
+    attention_mask: Tensor | None,
+    is_causal: bool,
+) -> list[Tensor]:
+    """`moda_attention_over_stream` where the slots lie in one buffer."""
+    keys, values = stream._read(*span, query.device)
+    query, key, value, keys, values, depth_query = check_attention(
+        query, key, value, [keys], [values], depth_query, attention_mask, is_causal
+    )
+    inputs = [query, key, value, keys, values, depth_query, attention_mask]
+    trained = torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in (query, key, value, depth_query, *handle)
+    )
+    kernel, backend = choose(*inputs, is_causal, trained, stream.impl)
+    if backend == "reference":
+        raise RuntimeError(
+            "The slots of this stream are shared by kernels, which do not support a mask with a gradient, other "
+            "devices, or transforms of torch.func: ask for impl='reference'."
+        )
+    constants = (default_scaling(query, scaling), is_causal, backend, kernel)
+    if not trained:
+        stream._join_backward()
+        return run_moda_attention(*inputs, *constants)
+    return _Read.apply(stream, span, constants, query, key, value, depth_query, attention_mask, *handle)

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .depth_implementations import plain_tensor_obstacle, use_triton
+from .depth_implementations import autocast_dtype, plain_tensor_obstacle, use_triton
 from .depth_value_mix import default_scaling
 from .moda_attention_joint import run_moda_attention
 from .moda_attention_reference import moda_attention_reference, moda_attention_weights_reference
-from .moda_attention_triton import moda_attention_obstacle
+from .moda_attention_triton import decodes, moda_attention_obstacle
 from .sequence_attention import sequence_backend
 
 
@@ -132,7 +132,11 @@ def attend(
         query, key, value, depth_keys, depth_values, depth_query, attention_mask, is_causal
     )
     scaling = default_scaling(query, scaling)
-    kernel, backend = choose(query, key, value, depth_keys, depth_values, depth_query, attention_mask, is_causal, impl)
+    inputs = (query, key, value, depth_keys, depth_values, depth_query, attention_mask)
+    trained = torch.is_grad_enabled() and any(
+        tensor.requires_grad for x in inputs for tensor in (x if isinstance(x, list) else [x]) if tensor is not None
+    )
+    kernel, backend = choose(*inputs, is_causal, trained, impl)
     if backend == "reference":
         empty = query.new_empty((0, query.shape[0], query.shape[2], key.shape[1], query.shape[3]))
         output, log_sum_exp = moda_attention_reference(
@@ -144,10 +148,7 @@ def attend(
             is_causal=is_causal,
         )
     else:
-        output, log_sum_exp = run_moda_attention(
-            *(query, key, value, depth_keys, depth_values, depth_query, attention_mask),
-            *(scaling, is_causal, backend, kernel),
-        )
+        output, log_sum_exp = run_moda_attention(*inputs, scaling, is_causal, backend, kernel)
     return (output, log_sum_exp) if return_lse else output
 
 
@@ -160,11 +161,12 @@ def choose(
     depth_query: Tensor | None,
     attention_mask: Tensor | None,
     is_causal: bool,
+    trained: bool,
     impl: str,
 ) -> tuple[bool, str]:
     """
     Whether the kernels work on the slots, and what attends to the sequence: a backend of `sequence_attention`,
-    "decode" for the kernel that does all, or "reference" for the pure PyTorch of all.
+    "decode" for the kernel that does all, if nothing is `trained`, or "reference" for the pure PyTorch of all.
     """
     tensors = [query, key, value, *depth_keys, *depth_values, *(() if depth_query is None else (depth_query,))]
     obstacle = plain_tensor_obstacle(tensors if attention_mask is None else [*tensors, attention_mask])
@@ -173,6 +175,8 @@ def choose(
     kernel = use_triton(impl, "moda_attention", obstacle or moda_attention_obstacle(*tensors))
     if impl == "reference" or obstacle is not None or query.device.type not in ("cpu", "cuda"):
         return False, "reference"
+    if kernel and not trained and decodes(query, key):
+        return True, "decode"
     return kernel, sequence_backend(query, key, attention_mask, is_causal)
 
 
@@ -213,8 +217,8 @@ def check_attention(
         for tensor, other in zip(tensors, depth_keys, strict=True):
             if tensor.ndim != 5 or tensor.shape[0] != other.shape[0] or tensor.shape[1:] != slot:
                 raise ValueError(
-                    f"{name} has shape {list(tensor.shape)}: must be [n, B, T, Hkv, d] = [n, {', '.join(map(str, slot))}]"
-                    f", with one n for keys and values."
+                    f"{name} has shape {list(tensor.shape)}: must be [n, B, T, Hkv, d] = "
+                    f"[n, {', '.join(map(str, slot))}], with one n for keys and values."
                 )
     if depth_query is not None and depth_query.shape != query.shape:
         raise ValueError(
@@ -225,9 +229,8 @@ def check_attention(
         raise ValueError(f"{tokens} tokens are the last of a sequence of {length}: is_causal needs T <= S.")
     tensors = [query, key, value, *depth_keys, *depth_values]
     tensors += [] if depth_query is None else [depth_query]
-    device = query.device.type
-    if torch.is_autocast_enabled(device) and query.dtype is not torch.float64:
-        tensors = [tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors]
+    if (dtype := autocast_dtype(query)) is not None:
+        tensors = [tensor.to(dtype) for tensor in tensors]
     if len({tensor.dtype for tensor in tensors}) > 1:
         names = ", ".join(sorted({str(tensor.dtype) for tensor in tensors}))
         raise ValueError(f"query, key, value and slots have the dtypes {names}: must be of one.")

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .depth_implementations import is_recorded, operation_namespace
+from .depth_implementations import is_recorded, operation_namespace, without_autocast
 from .depth_value_mix_reference import accumulation_dtype
-from .moda_attention_triton import depth_merge_backward, depth_merge_forward
+from .moda_attention_triton import decode_forward, depth_merge_backward, depth_merge_forward
 from .sequence_attention import sequence_attention_backward, sequence_attention_forward
 
 
@@ -35,7 +35,9 @@ def moda_attention_forward(
 ) -> list[Tensor]:
     """Output `[B, H, T, D]` and log-sum-exp `[B, H, T]`; `kernel`: whether Triton works on the slots."""
     keys, values = _joined(depth_keys), _joined(depth_values)
-    with torch.autocast(query.device.type, enabled=False):
+    if backend == "decode":
+        return decode_forward(query, key, value, keys, values, depth_query, attention_mask, scaling, is_causal)
+    with without_autocast(query):
         output, log_sum_exp = sequence_attention_forward(
             query, key, value, attention_mask, scaling, is_causal, backend
         )
@@ -96,7 +98,7 @@ def joint_backward(
     Returns the gradients of query, key, value and, if given, depth query. Those of the slots are stored into the first
     `fresh` of `slot_grads`, keys' and values', and added to the others.
     """
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query):
         query_grad, key_grad, value_grad = map(
             in_token_order,
             sequence_attention_backward(
@@ -231,12 +233,7 @@ def _backward(ctx, grads):
     query_grad, key_grad, value_grad, *grads = moda_attention_backward_op(
         *(grads[0], query, key, value, keys, values, depth_query, attention_mask, output, log_sum_exp, *ctx.constants)
     )
-    slot_grads, first = ([], []), 0
-    # slices, not unbind: Inductor (torch 2.11, CUDA) compiles the backward of unbind to wrong gradients
-    for tensor in keys:
-        for i in range(2):
-            slot_grads[i].append(grads[i][first : first + tensor.shape[0]])
-        first += tensor.shape[0]
+    slot_grads = [list(x.split([slots.shape[0] for slots in keys])) for x in grads[:2]] if keys else [[], []]
     depth_query_grad = None if depth_query is None else grads[-1]
     return query_grad, key_grad, value_grad, *slot_grads, depth_query_grad, *(None,) * 5
 
@@ -245,7 +242,7 @@ moda_attention_op.register_autograd(_backward, setup_context=_save_for_backward)
 
 
 def run_moda_attention(query: Tensor, *arguments) -> list[Tensor]:
-    """The operation; outside of training and tracing what it does itself, since dispatch costs more than it computes."""
+    """The operation, without the dispatcher, which takes time, where nothing is trained or recorded."""
     if torch.is_grad_enabled() or is_recorded() or type(query) is not Tensor:
         return moda_attention_op(query, *arguments)
     return moda_attention_forward(query, *arguments)

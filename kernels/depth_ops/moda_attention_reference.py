@@ -9,6 +9,7 @@ D head dim.
 import torch
 from torch import Tensor
 
+from .depth_implementations import without_autocast
 from .depth_value_mix_reference import accumulation_dtype
 
 
@@ -31,7 +32,7 @@ def moda_attention_weights_reference(
     query_BKGTD, depth_query_BKGTD = (
         x.to(dtype).unflatten(1, (key.shape[1], -1)) * scaling for x in (query, depth_query)
     )
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query):
         sequence_BHTS = torch.einsum("bkgtd,bksd->bkgts", query_BKGTD, key.to(dtype)).flatten(1, 2)
         depth_BHTN = torch.einsum("bkgtd,nbtkd->bkgtn", depth_query_BKGTD, depth_keys.to(dtype)).flatten(1, 2)
     if attention_mask is None and is_causal:
@@ -73,7 +74,7 @@ def moda_attention_reference(
     )
     dtype, length = weights_BHTX.dtype, key.shape[2]
     weights_BKGTX = weights_BHTX.unflatten(1, (key.shape[1], -1))
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query):
         output_BKGTD = torch.einsum("bkgts,bksd->bkgtd", weights_BKGTX[..., :length], value.to(dtype))
         output_BKGTD = output_BKGTD + torch.einsum(
             "bkgtn,nbtkd->bkgtd", weights_BKGTX[..., length:], depth_values.to(dtype)

@@ -15,7 +15,7 @@ in the kernels R rows of a program, M rows of one key-value head in decoding, on
 import torch
 from torch import Tensor
 
-from .depth_implementations import device_of, multiprocessors, triton_obstacle
+from .depth_implementations import INTERPRETED, device_of, multiprocessors, triton_obstacle
 
 
 try:
@@ -26,6 +26,16 @@ except ImportError:
 
 if triton is not None:
     LOG2_E = tl.constexpr(1.4426950408889634)
+    # whose matrix product takes the bits of bf16 for integers
+    IN_INTERPRETER = tl.constexpr(INTERPRETED)
+
+    @triton.jit
+    def _product(x, y):
+        if IN_INTERPRETER:
+            x = x.to(tl.float32)
+            y = y.to(tl.float32)
+        # not TF32
+        return tl.dot(x, y, input_precision="ieee")
 
     @triton.jit
     def _place(tokens, KV_HEADS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
@@ -37,10 +47,9 @@ if triton is not None:
         return (program // blocks).to(tl.int64), (row_R // KV_HEADS).to(tl.int64), row_R % KV_HEADS, row_R < rows
 
     @triton.jit
-    def _heads(tensor, place, GROUP: tl.constexpr, BLOCK_GROUP: tl.constexpr):
-        """Addresses of the rows' query heads in a tensor `[B, H, T, ..]`, and which of these exist."""
+    def _heads(tensor, place, member_G, GROUP: tl.constexpr):
+        """Addresses of these query heads of the rows in a tensor `[B, H, T, ..]`, and which of them exist."""
         batch, token_R, head_R, valid_R = place
-        member_G = tl.arange(0, BLOCK_GROUP)
         head_RG = (head_R[:, None] * GROUP + member_G[None, :]).to(tl.int64)
         address_RG = tensor[0] + batch * tensor[1] + head_RG * tensor[2] + (token_R * tensor[3])[:, None]
         return address_RG, valid_R[:, None] & (member_G < GROUP)[None, :]
@@ -55,10 +64,8 @@ if triton is not None:
         return address[:, :, None] + column_D.to(tl.int64)[None, None, :] * stride, mask
 
     @triton.jit
-    def _load_heads(
-        tensor, place, GROUP: tl.constexpr, BLOCK_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr
-    ):
-        address_RG, mask_RG = _heads(tensor, place, GROUP, BLOCK_GROUP)
+    def _load_heads(tensor, place, member_G, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+        address_RG, mask_RG = _heads(tensor, place, member_G, GROUP)
         address, mask = _columns(address_RG, mask_RG, tensor[4], HEAD_DIM, BLOCK_DIM)
         return tl.load(address, mask=mask, other=0.0)
 
@@ -93,33 +100,35 @@ if triton is not None:
         STAGES: tl.constexpr,
     ):
         place = _place(tokens, KV_HEADS, BLOCK_ROWS)
-        query_RGD = _load_heads(query, place, GROUP, BLOCK_GROUP, HEAD_DIM, BLOCK_DIM)
-        address_RG, exists_RG = _heads(log_sum_exp, place, GROUP, BLOCK_GROUP)
-        # the attention over the sequence is where the online softmax starts from
-        highest_RG = tl.load(address_RG, mask=exists_RG, other=0.0) * LOG2_E
-        total_RG = tl.where(highest_RG == float("-inf"), 0.0, 1.0)
-        mix_RGD = _load_heads(output, place, GROUP, BLOCK_GROUP, HEAD_DIM, BLOCK_DIM).to(tl.float32)
-        for first in tl.range(0, slots, BLOCK_SLOTS, num_stages=STAGES):
-            slot_N = first + tl.arange(0, BLOCK_SLOTS)
-            address, mask = _slots(keys, place, slot_N, slots, HEAD_DIM, BLOCK_DIM)
-            key_RND = tl.load(address, mask=mask, other=0.0)
-            address, mask = _slots(values, place, slot_N, slots, HEAD_DIM, BLOCK_DIM)
-            value_RND = tl.load(address, mask=mask, other=0.0)
-            score_RGN = tl.dot(query_RGD, tl.trans(key_RND, (0, 2, 1)), input_precision="ieee") * (scaling * LOG2_E)
-            score_RGN = tl.where((slot_N < slots)[None, None, :], score_RGN, float("-inf"))
-            previous_RG = highest_RG
-            highest_RG = tl.maximum(previous_RG, tl.max(score_RGN, 2))
-            kept_RG = tl.exp2(previous_RG - highest_RG)
-            odds_RGN = tl.exp2(score_RGN - highest_RG[:, :, None])
-            total_RG = total_RG * kept_RG + tl.sum(odds_RGN, 2)
-            mix_RGD *= kept_RG[:, :, None]
-            mix_RGD += tl.dot(odds_RGN.to(value_RND.dtype), value_RND, input_precision="ieee")
-        mix_RGD /= total_RG[:, :, None]
-        address_RG, exists_RG = _heads(merged_log_sum_exp, place, GROUP, BLOCK_GROUP)
-        tl.store(address_RG, (highest_RG + tl.log2(total_RG)) / LOG2_E, mask=exists_RG)
-        address_RG, exists_RG = _heads(merged, place, GROUP, BLOCK_GROUP)
-        address, mask = _columns(address_RG, exists_RG, merged[4], HEAD_DIM, BLOCK_DIM)
-        tl.store(address, mix_RGD, mask=mask)
+        for chunk in range((GROUP + BLOCK_GROUP - 1) // BLOCK_GROUP):
+            member_G = chunk * BLOCK_GROUP + tl.arange(0, BLOCK_GROUP)
+            query_RGD = _load_heads(query, place, member_G, GROUP, HEAD_DIM, BLOCK_DIM)
+            address_RG, exists_RG = _heads(log_sum_exp, place, member_G, GROUP)
+            # the attention over the sequence is where the online softmax starts from
+            highest_RG = tl.load(address_RG, mask=exists_RG, other=0.0) * LOG2_E
+            total_RG = tl.where(highest_RG == float("-inf"), 0.0, 1.0)
+            mix_RGD = _load_heads(output, place, member_G, GROUP, HEAD_DIM, BLOCK_DIM).to(tl.float32)
+            for first in tl.range(0, slots, BLOCK_SLOTS, num_stages=STAGES):
+                slot_N = first + tl.arange(0, BLOCK_SLOTS)
+                address, mask = _slots(keys, place, slot_N, slots, HEAD_DIM, BLOCK_DIM)
+                key_RND = tl.load(address, mask=mask, other=0.0)
+                address, mask = _slots(values, place, slot_N, slots, HEAD_DIM, BLOCK_DIM)
+                value_RND = tl.load(address, mask=mask, other=0.0)
+                score_RGN = _product(query_RGD, tl.trans(key_RND, (0, 2, 1))) * (scaling * LOG2_E)
+                score_RGN = tl.where((slot_N < slots)[None, None, :], score_RGN, float("-inf"))
+                previous_RG = highest_RG
+                highest_RG = tl.maximum(previous_RG, tl.max(score_RGN, 2))
+                kept_RG = tl.exp2(previous_RG - highest_RG)
+                odds_RGN = tl.exp2(score_RGN - highest_RG[:, :, None])
+                total_RG = total_RG * kept_RG + tl.sum(odds_RGN, 2)
+                mix_RGD *= kept_RG[:, :, None]
+                mix_RGD += _product(odds_RGN.to(value_RND.dtype), value_RND)
+            mix_RGD /= total_RG[:, :, None]
+            address_RG, exists_RG = _heads(merged_log_sum_exp, place, member_G, GROUP)
+            tl.store(address_RG, (highest_RG + tl.log2(total_RG)) / LOG2_E, mask=exists_RG)
+            address_RG, exists_RG = _heads(merged, place, member_G, GROUP)
+            address, mask = _columns(address_RG, exists_RG, merged[4], HEAD_DIM, BLOCK_DIM)
+            tl.store(address, mix_RGD, mask=mask)
 
     @triton.jit
     def _store_slots(tensor, grad_RND, place, slot_N, slots, fresh, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
@@ -155,45 +164,221 @@ if triton is not None:
         STAGES: tl.constexpr,
     ):
         place = _place(tokens, KV_HEADS, BLOCK_ROWS)
-        grad_RGD = _load_heads(output_grad, place, GROUP, BLOCK_GROUP, HEAD_DIM, BLOCK_DIM)
-        output_RGD = _load_heads(output, place, GROUP, BLOCK_GROUP, HEAD_DIM, BLOCK_DIM)
-        delta_RG = tl.sum(grad_RGD.to(tl.float32) * output_RGD.to(tl.float32), 2)
-        query_RGD = _load_heads(query, place, GROUP, BLOCK_GROUP, HEAD_DIM, BLOCK_DIM)
-        address_RG, exists_RG = _heads(log_sum_exp, place, GROUP, BLOCK_GROUP)
-        # infinite where there is no head, which then has weights of zero
-        log_sum_exp_RG = tl.load(address_RG, mask=exists_RG, other=float("inf")) * LOG2_E
-        query_grad_RGD = tl.zeros([BLOCK_ROWS, BLOCK_GROUP, BLOCK_DIM], tl.float32)
-        for first in tl.range(0, slots, BLOCK_SLOTS, num_stages=STAGES):
-            slot_N = first + tl.arange(0, BLOCK_SLOTS)
-            address, mask = _slots(keys, place, slot_N, slots, HEAD_DIM, BLOCK_DIM)
-            key_RND = tl.load(address, mask=mask, other=0.0)
-            address, mask = _slots(values, place, slot_N, slots, HEAD_DIM, BLOCK_DIM)
-            value_RND = tl.load(address, mask=mask, other=0.0)
-            score_RGN = tl.dot(query_RGD, tl.trans(key_RND, (0, 2, 1)), input_precision="ieee") * (scaling * LOG2_E)
-            weight_RGN = tl.exp2(score_RGN - log_sum_exp_RG[:, :, None])
-            weight_RGN = tl.where((slot_N < slots)[None, None, :], weight_RGN, 0.0)
-            product_RGN = tl.dot(grad_RGD, tl.trans(value_RND, (0, 2, 1)), input_precision="ieee")
-            score_grad_RGN = weight_RGN * (product_RGN - delta_RG[:, :, None]) * scaling
-            weight_RGN = weight_RGN.to(grad_RGD.dtype)
-            score_grad_RGN = score_grad_RGN.to(key_RND.dtype)
-            query_grad_RGD += tl.dot(score_grad_RGN, key_RND, input_precision="ieee")
-            key_grad_RND = tl.dot(tl.trans(score_grad_RGN, (0, 2, 1)), query_RGD, input_precision="ieee")
-            value_grad_RND = tl.dot(tl.trans(weight_RGN, (0, 2, 1)), grad_RGD, input_precision="ieee")
-            if ADD_SLOT_GRADS:
-                _store_slots(key_grads, key_grad_RND, place, slot_N, slots, fresh, HEAD_DIM, BLOCK_DIM)
-                _store_slots(value_grads, value_grad_RND, place, slot_N, slots, fresh, HEAD_DIM, BLOCK_DIM)
-            else:
-                address, mask = _slots(key_grads, place, slot_N, slots, HEAD_DIM, BLOCK_DIM)
-                tl.store(address, key_grad_RND, mask=mask)
-                address, mask = _slots(value_grads, place, slot_N, slots, HEAD_DIM, BLOCK_DIM)
-                tl.store(address, value_grad_RND, mask=mask)
-        address_RG, exists_RG = _heads(query_grad, place, GROUP, BLOCK_GROUP)
-        address, mask = _columns(address_RG, exists_RG, query_grad[4], HEAD_DIM, BLOCK_DIM)
-        if ADD_QUERY_GRAD:
-            query_grad_RGD += tl.load(address, mask=mask, other=0.0).to(tl.float32)
-        tl.store(address, query_grad_RGD, mask=mask)
+        for chunk in range((GROUP + BLOCK_GROUP - 1) // BLOCK_GROUP):
+            member_G = chunk * BLOCK_GROUP + tl.arange(0, BLOCK_GROUP)
+            grad_RGD = _load_heads(output_grad, place, member_G, GROUP, HEAD_DIM, BLOCK_DIM)
+            output_RGD = _load_heads(output, place, member_G, GROUP, HEAD_DIM, BLOCK_DIM)
+            delta_RG = tl.sum(grad_RGD.to(tl.float32) * output_RGD.to(tl.float32), 2)
+            query_RGD = _load_heads(query, place, member_G, GROUP, HEAD_DIM, BLOCK_DIM)
+            address_RG, exists_RG = _heads(log_sum_exp, place, member_G, GROUP)
+            # infinite where there is no head, which then has weights of zero
+            log_sum_exp_RG = tl.load(address_RG, mask=exists_RG, other=float("inf")) * LOG2_E
+            query_grad_RGD = tl.zeros([BLOCK_ROWS, BLOCK_GROUP, BLOCK_DIM], tl.float32)
+            for first in tl.range(0, slots, BLOCK_SLOTS, num_stages=STAGES):
+                slot_N = first + tl.arange(0, BLOCK_SLOTS)
+                address, mask = _slots(keys, place, slot_N, slots, HEAD_DIM, BLOCK_DIM)
+                key_RND = tl.load(address, mask=mask, other=0.0)
+                address, mask = _slots(values, place, slot_N, slots, HEAD_DIM, BLOCK_DIM)
+                value_RND = tl.load(address, mask=mask, other=0.0)
+                score_RGN = _product(query_RGD, tl.trans(key_RND, (0, 2, 1))) * (scaling * LOG2_E)
+                weight_RGN = tl.exp2(score_RGN - log_sum_exp_RG[:, :, None])
+                weight_RGN = tl.where((slot_N < slots)[None, None, :], weight_RGN, 0.0)
+                product_RGN = _product(grad_RGD, tl.trans(value_RND, (0, 2, 1)))
+                score_grad_RGN = weight_RGN * (product_RGN - delta_RG[:, :, None]) * scaling
+                weight_RGN = weight_RGN.to(grad_RGD.dtype)
+                score_grad_RGN = score_grad_RGN.to(key_RND.dtype)
+                query_grad_RGD += _product(score_grad_RGN, key_RND)
+                key_grad_RND = _product(tl.trans(score_grad_RGN, (0, 2, 1)), query_RGD)
+                value_grad_RND = _product(tl.trans(weight_RGN, (0, 2, 1)), grad_RGD)
+                if ADD_SLOT_GRADS:
+                    # the first heads have begun all of them
+                    new = fresh if chunk == 0 else 0
+                    _store_slots(key_grads, key_grad_RND, place, slot_N, slots, new, HEAD_DIM, BLOCK_DIM)
+                    _store_slots(value_grads, value_grad_RND, place, slot_N, slots, new, HEAD_DIM, BLOCK_DIM)
+                else:
+                    address, mask = _slots(key_grads, place, slot_N, slots, HEAD_DIM, BLOCK_DIM)
+                    tl.store(address, key_grad_RND, mask=mask)
+                    address, mask = _slots(value_grads, place, slot_N, slots, HEAD_DIM, BLOCK_DIM)
+                    tl.store(address, value_grad_RND, mask=mask)
+            address_RG, exists_RG = _heads(query_grad, place, member_G, GROUP)
+            address, mask = _columns(address_RG, exists_RG, query_grad[4], HEAD_DIM, BLOCK_DIM)
+            if ADD_QUERY_GRAD:
+                query_grad_RGD += tl.load(address, mask=mask, other=0.0).to(tl.float32)
+            tl.store(address, query_grad_RGD, mask=mask)
+            # the next heads add to what other threads have stored
+            tl.debug_barrier()
+
+    @triton.jit
+    def _attend(query_MD, key_ND, value_ND, visible_MN, bias_MN, state, scaling):
+        """Adds columns to an online softmax: the highest score, the total, and the mix of each row."""
+        highest_M, total_M, mix_MD = state
+        score_MN = _product(query_MD, tl.trans(key_ND)) * scaling
+        if bias_MN is not None:
+            score_MN += bias_MN
+        score_MN = tl.where(visible_MN, score_MN * LOG2_E, float("-inf"))
+        previous_M = highest_M
+        highest_M = tl.maximum(previous_M, tl.max(score_MN, 1))
+        # a row may have seen nothing yet
+        shift_M = tl.where(highest_M == float("-inf"), 0.0, highest_M)
+        kept_M = tl.exp2(previous_M - shift_M)
+        odds_MN = tl.exp2(score_MN - shift_M[:, None])
+        mix_MD = mix_MD * kept_M[:, None] + _product(odds_MN.to(value_ND.dtype), value_ND)
+        return highest_M, total_M * kept_M + tl.sum(odds_MN, 1), mix_MD
+
+    @triton.jit
+    def _load_rows(address_X, mask_X, stride, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+        column_D = tl.arange(0, BLOCK_DIM)
+        mask = mask_X[:, None] & (column_D < HEAD_DIM)[None, :]
+        return tl.load(address_X[:, None] + column_D.to(tl.int64)[None, :] * stride, mask=mask, other=0.0)
+
+    @triton.jit(do_not_specialize=["tokens", "length", "slots", "columns", "depth_columns"])
+    def moda_decode_kernel(
+        query,
+        key,
+        value,
+        keys,
+        values,
+        depth_query,
+        mask,
+        output,
+        log_sum_exp,
+        tokens,
+        length,
+        slots,
+        columns,
+        depth_columns,
+        scaling,
+        IS_CAUSAL: tl.constexpr,
+        KV_HEADS: tl.constexpr,
+        GROUP: tl.constexpr,
+        HEAD_DIM: tl.constexpr,
+        BLOCK_QUERIES: tl.constexpr,
+        BLOCK_COLUMNS: tl.constexpr,
+        BLOCK_DIM: tl.constexpr,
+        STAGES: tl.constexpr,
+    ):
+        """One of several programs for a key-value head takes so many columns of the sequence and of the slots."""
+        batch = (tl.program_id(0) // KV_HEADS).to(tl.int64)
+        head = (tl.program_id(0) % KV_HEADS).to(tl.int64)
+        part = tl.program_id(1)
+        row_M = tl.arange(0, BLOCK_QUERIES)
+        token_M = row_M // GROUP
+        head_M = (head * GROUP + row_M % GROUP).to(tl.int64)
+        exists_M = token_M < tokens
+        address_M = query[0] + batch * query[1] + head_M * query[2] + token_M.to(tl.int64) * query[3]
+        query_MD = _load_rows(address_M, exists_M, query[4], HEAD_DIM, BLOCK_DIM)
+        state = (
+            tl.full([BLOCK_QUERIES], float("-inf"), tl.float32),
+            tl.zeros([BLOCK_QUERIES], tl.float32),
+            tl.zeros([BLOCK_QUERIES, BLOCK_DIM], tl.float32),
+        )
+        last = tl.minimum((part + 1) * columns, length)
+        for first in tl.range(part * columns, last, BLOCK_COLUMNS, num_stages=STAGES):
+            column_N = first + tl.arange(0, BLOCK_COLUMNS)
+            exists_N = column_N < last
+            offset_N = column_N.to(tl.int64)
+            address_N = key[0] + batch * key[1] + head * key[2] + offset_N * key[3]
+            key_ND = _load_rows(address_N, exists_N, key[4], HEAD_DIM, BLOCK_DIM)
+            address_N = value[0] + batch * value[1] + head * value[2] + offset_N * value[3]
+            value_ND = _load_rows(address_N, exists_N, value[4], HEAD_DIM, BLOCK_DIM)
+            visible_MN = exists_M[:, None] & exists_N[None, :]
+            bias_MN = None
+            if mask is not None:
+                mask_MN = mask[0] + (batch * mask[1] + head_M * mask[2] + token_M.to(tl.int64) * mask[3])[:, None]
+                mask_MN = tl.load(mask_MN + offset_N[None, :] * mask[4], mask=visible_MN, other=0)
+                if mask_MN.dtype == tl.int1:
+                    visible_MN = visible_MN & mask_MN
+                else:
+                    bias_MN = mask_MN.to(tl.float32)
+            elif IS_CAUSAL:
+                visible_MN = visible_MN & (column_N[None, :] <= token_M[:, None] + (length - tokens))
+            state = _attend(query_MD, key_ND, value_ND, visible_MN, bias_MN, state, scaling)
+        if keys is not None:
+            if depth_query is not None:
+                address_M = (
+                    depth_query[0]
+                    + batch * depth_query[1]
+                    + head_M * depth_query[2]
+                    + token_M.to(tl.int64) * depth_query[3]
+                )
+                query_MD = _load_rows(address_M, exists_M, depth_query[4], HEAD_DIM, BLOCK_DIM)
+            last = tl.minimum((part + 1) * depth_columns, slots * tokens)
+            for first in tl.range(part * depth_columns, last, BLOCK_COLUMNS, num_stages=STAGES):
+                column_N = first + tl.arange(0, BLOCK_COLUMNS)
+                exists_N = column_N < last
+                # the slots of all tokens, of which each sees its own
+                slot_N = (column_N // tokens).to(tl.int64)
+                own_N = column_N % tokens
+                address_N = (
+                    keys[0] + slot_N * keys[1] + batch * keys[2] + own_N.to(tl.int64) * keys[3] + head * keys[4]
+                )
+                key_ND = _load_rows(address_N, exists_N, keys[5], HEAD_DIM, BLOCK_DIM)
+                address_N = (
+                    values[0]
+                    + slot_N * values[1]
+                    + batch * values[2]
+                    + own_N.to(tl.int64) * values[3]
+                    + head * values[4]
+                )
+                value_ND = _load_rows(address_N, exists_N, values[5], HEAD_DIM, BLOCK_DIM)
+                visible_MN = exists_N[None, :] & (own_N[None, :] == token_M[:, None])
+                state = _attend(query_MD, key_ND, value_ND, visible_MN, None, state, scaling)
+        highest_M, total_M, mix_MD = state
+        # a row that has seen nothing: zero, of no weight
+        mix_MD /= tl.where(total_M == 0.0, 1.0, total_M)[:, None]
+        row_M = (part * (tl.num_programs(0) // KV_HEADS) + batch) * tokens + token_M
+        address_M = (row_M * (KV_HEADS * GROUP) + head_M) * HEAD_DIM
+        column_D = tl.arange(0, BLOCK_DIM)
+        stored = exists_M[:, None] & (column_D < HEAD_DIM)[None, :]
+        tl.store(output + address_M[:, None] + column_D[None, :], mix_MD, mask=stored)
+        row_M = (part * (tl.num_programs(0) // KV_HEADS) + batch) * (KV_HEADS * GROUP) + head_M
+        total_M = (highest_M + tl.log2(total_M)) / LOG2_E
+        tl.store(log_sum_exp + row_M * tokens + token_M, total_M, mask=exists_M)
+
+    @triton.jit(do_not_specialize=["parts", "rows", "tokens"])
+    def moda_decode_merge_kernel(
+        outputs,
+        log_sum_exps,
+        output,
+        log_sum_exp,
+        parts,
+        rows,
+        tokens,
+        HEADS: tl.constexpr,
+        HEAD_DIM: tl.constexpr,
+        BLOCK_ROWS: tl.constexpr,
+        BLOCK_DIM: tl.constexpr,
+    ):
+        """Merges what the programs for a key-value head have found, `[parts, B, T, H, D]` and `[parts, B, H, T]`."""
+        row_R = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        exists_R = row_R < rows
+        entry_R = row_R // HEADS
+        scalar_R = (entry_R // tokens * HEADS + row_R % HEADS) * tokens + entry_R % tokens
+        column_D = tl.arange(0, BLOCK_DIM)
+        address = row_R[:, None] * HEAD_DIM + column_D[None, :]
+        mask = exists_R[:, None] & (column_D < HEAD_DIM)[None, :]
+        highest_R = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+        total_R = tl.zeros([BLOCK_ROWS], tl.float32)
+        mix_RD = tl.zeros([BLOCK_ROWS, BLOCK_DIM], tl.float32)
+        for _ in tl.range(parts):
+            part_R = tl.load(log_sum_exps + scalar_R, mask=exists_R, other=0.0) * LOG2_E
+            part_RD = tl.load(outputs + address, mask=mask, other=0.0)
+            log_sum_exps += rows
+            outputs += rows.to(tl.int64) * HEAD_DIM
+            previous_R = highest_R
+            highest_R = tl.maximum(previous_R, part_R)
+            shift_R = tl.where(highest_R == float("-inf"), 0.0, highest_R)
+            kept_R = tl.exp2(previous_R - shift_R)
+            odds_R = tl.exp2(part_R - shift_R)
+            total_R = total_R * kept_R + odds_R
+            mix_RD = mix_RD * kept_R[:, None] + odds_R[:, None] * part_RD
+        tl.store(output + address, mix_RD / tl.where(total_R == 0.0, 1.0, total_R)[:, None], mask=mask)
+        tl.store(log_sum_exp + scalar_R, (highest_R + tl.log2(total_R)) / LOG2_E, mask=exists_R)
 
 
+# tokens, and tokens times query heads of a key-value head, up to which one kernel does both attentions
+DECODED_TOKENS, DECODED_QUERIES = 16, 64
+DECODE_COLUMNS = 64
 MAX_HEAD_DIM = 256
 MAX_GROUP = 128
 
@@ -208,6 +393,88 @@ def moda_attention_obstacle(query: Tensor, key: Tensor, *others: Tensor) -> str 
     if tokens * key.shape[1] >= 2**31:
         return "supports fewer than 2**31 rows (tokens times key-value heads) in a batch entry"
     return triton_obstacle((query, key, *others))
+
+
+def slot_obstacle(key: Tensor, value: Tensor) -> str | None:
+    """The same, of slots `[B, T, K, D]`."""
+    return moda_attention_obstacle(*(x.transpose(1, 2) for x in (key, key, value)))
+
+
+def decodes(query: Tensor, key: Tensor) -> bool:
+    """Whether there are so few new tokens that one kernel does both attentions."""
+    heads, tokens = query.shape[1:3]
+    return tokens <= DECODED_TOKENS and tokens * (heads // key.shape[1]) <= DECODED_QUERIES
+
+
+def decode_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor | None,
+    values: Tensor | None,
+    depth_query: Tensor | None,
+    attention_mask: Tensor | None,
+    scaling: float,
+    is_causal: bool,
+) -> list[Tensor]:
+    """Output `[B, H, T, D]` and log-sum-exp `[B, H, T]` over the sequence and the slots `[N, B, T, K, D]`."""
+    batch, heads, tokens, head_dim = query.shape
+    kv_heads, length = key.shape[1:3]
+    slots = 0 if keys is None else keys.shape[0]
+    block_dim = _block(head_dim)
+    # enough programs for the device, with a block of columns for each at least
+    wanted = 2 * multiprocessors(query.device) // max(1, batch * kv_heads)
+    parts = max(1, min(wanted, triton.cdiv(length, DECODE_COLUMNS)))
+    columns = triton.cdiv(triton.cdiv(length, parts), DECODE_COLUMNS) * DECODE_COLUMNS
+    output = _new_rows(query)
+    log_sum_exp = query.new_empty((batch, heads, tokens), dtype=torch.float32)
+    if parts == 1:
+        partial, partial_log_sum_exp = output, log_sum_exp
+    else:
+        partial = query.new_empty((parts, batch, tokens, heads, head_dim), dtype=torch.float32)
+        partial_log_sum_exp = query.new_empty((parts, batch, heads, tokens), dtype=torch.float32)
+    if query.numel():
+        with device_of(query):
+            moda_decode_kernel[(batch * kv_heads, parts)](
+                *map(_argument, (query, key, value, keys, values, depth_query)),
+                _mask_argument(attention_mask),
+                partial,
+                partial_log_sum_exp,
+                tokens,
+                length,
+                slots,
+                columns,
+                triton.cdiv(slots * tokens, parts),
+                scaling,
+                IS_CAUSAL=is_causal,
+                KV_HEADS=kv_heads,
+                GROUP=heads // kv_heads,
+                HEAD_DIM=head_dim,
+                BLOCK_QUERIES=_block(tokens * (heads // kv_heads)),
+                BLOCK_COLUMNS=DECODE_COLUMNS if block_dim <= 128 and query.element_size() < 4 else 32,
+                BLOCK_DIM=block_dim,
+                STAGES=2,
+                num_warps=4,
+            )
+            if parts > 1:
+                rows = batch * tokens * heads
+                moda_decode_merge_kernel[(triton.cdiv(rows, 4),)](
+                    *(partial, partial_log_sum_exp, output, log_sum_exp, parts, rows, tokens),
+                    HEADS=heads,
+                    HEAD_DIM=head_dim,
+                    BLOCK_ROWS=4,
+                    BLOCK_DIM=block_dim,
+                    num_warps=4,
+                )
+    return [output, log_sum_exp]
+
+
+def _mask_argument(mask: Tensor | None) -> tuple | None:
+    """The tuple of a mask `[B or 1, H or 1, T, S]`."""
+    if mask is None:
+        return None
+    batch, heads = (stride if size > 1 else 0 for stride, size in zip(mask.stride()[:2], mask.shape[:2], strict=True))
+    return mask, batch, heads, *mask.stride()[2:]
 
 
 def depth_merge_forward(
@@ -261,7 +528,7 @@ def depth_merge_backward(
                 fresh,
                 scaling,
                 ADD_QUERY_GRAD=accumulate,
-                ADD_SLOT_GRADS=fresh < keys.shape[0],
+                ADD_SLOT_GRADS=fresh < keys.shape[0] or constants["GROUP"] > constants["BLOCK_GROUP"],
                 **constants,
             )
 
@@ -280,8 +547,9 @@ def _launch(direction: str, query: Tensor, keys: Tensor) -> tuple[int, dict[str,
     batch, heads, tokens, head_dim = query.shape
     kv_heads = keys.shape[3]
     group = heads // kv_heads
-    # the least that a matrix product takes
-    block_group, block_dim = (max(16, triton.next_power_of_2(size)) for size in (group, head_dim))
+    block_dim = _block(head_dim)
+    # more heads, one such block after the other
+    block_group = min(_block(group), 32 if block_dim <= 64 and query.element_size() == 2 else 16)
     rows, slots, warps, stages = tile(direction, block_group, block_dim, query.element_size())
     constants = {
         "KV_HEADS": kv_heads,
@@ -299,5 +567,13 @@ def _launch(direction: str, query: Tensor, keys: Tensor) -> tuple[int, dict[str,
 
 def tile(direction: str, block_group: int, block_dim: int, element_size: int) -> tuple[int, int, int, int]:
     """Rows and slots of a program, warps, and stages of its loop."""
-    rows = max(1, 64 * 64 // (block_group * block_dim))
-    return rows, 16, 4, 2
+    if element_size == 4:
+        return max(1, 64 // block_dim), 16, 4, 1
+    rows = max(1, 4096 // (block_group * block_dim))
+    slots = 32 if direction == "fwd" and block_group * block_dim <= 1024 else 16
+    return rows, slots, 4, 2
+
+
+def _block(size: int) -> int:
+    """The least power of two for this size that a matrix product takes."""
+    return max(16, triton.next_power_of_2(size))

@@ -21,7 +21,7 @@ TARGETS = {
     "sm_100": (GPUTarget("cuda", 100, 32), 227 * 1024),
     "gfx942": (GPUTarget("hip", "gfx942", 64), 64 * 1024),
 }
-POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.bool: "*i1"}
 # head dim, query heads, key-value heads, sources, dtype, norms and rotation, key norm before the rotation
 NORM_ROTARY_MIX = (
     (64, 32, 8, 0, torch.bfloat16, True, True),
