@@ -6,6 +6,7 @@ import datetime
 import gc
 import platform
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -14,6 +15,10 @@ import torch
 import transformers
 
 import depthmix
+
+
+# numbers of a CPU mean little; it serves to see that a benchmark runs
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @dataclass
@@ -53,6 +58,13 @@ def measure(steps: list[Callable[[], object]], *, warmup: int = 3, repeats: int 
         for _ in range(warmup):
             step()
     timings = [Timing([]) for _ in steps]
+    if DEVICE == "cpu":
+        for _ in range(repeats):
+            for step, timing in zip(steps, timings, strict=True):
+                start = time.perf_counter()
+                step()
+                timing.times.append(1000 * (time.perf_counter() - start))
+        return timings
     for _ in range(repeats):
         for step, timing in zip(steps, timings, strict=True):
             torch.cuda.synchronize()
@@ -84,7 +96,7 @@ def environment() -> dict[str, str]:
     except ImportError:
         triton_version = "none"
     return {
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": torch.cuda.get_device_name() if DEVICE == "cuda" else "none",
         "depthmix": depthmix.__version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
