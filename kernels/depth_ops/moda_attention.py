@@ -172,8 +172,10 @@ def choose(
     obstacle = plain_tensor_obstacle(tensors if attention_mask is None else [*tensors, attention_mask])
     if attention_mask is not None and attention_mask.requires_grad and torch.is_grad_enabled():
         obstacle = "gives attention_mask no gradient"
+    elif obstacle is None and query.device.type not in ("cpu", "cuda"):
+        obstacle = f"needs a GPU, and the tensors are on {query.device}"
     kernel = use_triton(impl, "moda_attention", obstacle or moda_attention_obstacle(*tensors))
-    if impl == "reference" or obstacle is not None or query.device.type not in ("cpu", "cuda"):
+    if impl == "reference" or obstacle is not None:
         return False, "reference"
     if kernel and not trained and decodes(query, key):
         return True, "decode"

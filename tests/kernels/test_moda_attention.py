@@ -25,6 +25,7 @@ from depthmix.kernels import (
     moda_attention_over_stream,
     moda_attention_triton,
     moda_attention_weights,
+    sequence_attention,
 )
 
 
@@ -454,6 +455,20 @@ def test_weights_are_those_of_the_output():
     mixed = torch.einsum("bkgts,bksd->bkgtd", weights[..., :5], tensors["value"])
     mixed = mixed + torch.einsum("bkgtn,nbtkd->bkgtd", weights[..., 5:], tensors["depth_values"])
     torch.testing.assert_close(moda_attention(**tensors), mixed.flatten(1, 2))
+
+
+@pytest.mark.parametrize("backend", ["cudnn", "flash", "math"])
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_kernels_of_torch_are_called_as_they_declare(backend, tokens):
+    """On tensors without memory, since most of them need a GPU. That of "efficient" has a faulty declaration there."""
+    query, key = (
+        torch.empty(2, tokens, heads, 64, dtype=torch.bfloat16, device="meta").transpose(1, 2) for heads in (6, 2)
+    )
+    arguments = (None, 0.1, True, backend)
+    output, lse = sequence_attention.sequence_attention_forward(query, key, key, *arguments)
+    assert output.shape == query.shape and lse.shape == query.shape[:3] and lse.dtype is torch.float32
+    grads = sequence_attention.sequence_attention_backward(output, query, key, key, output, lse, *arguments)
+    assert [grad.shape for grad in grads] == [query.shape, key.shape, key.shape]
 
 
 @pytest.mark.parametrize("kernel", [False, pytest.param(True, marks=needs_triton)])
