@@ -26,8 +26,8 @@ class Measurement:
     """
     One number. `ratio` compares with the yardstick of the same case, which is measured in the same run; `low` and
     `high` are the fastest and slowest repetition. `gib` is, for a model, the peak memory of a step besides what is
-    held between steps (weights, optimizer state, the cache that decoding starts from); for an operation, what it has
-    to read and write.
+    held between steps (weights, optimizer state, the cache that decoding starts from); for an attention with its
+    gradients, the peak memory besides its inputs; for another operation, what it has to read and write.
     """
 
     case: str

@@ -1,13 +1,16 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
-"""Single operations, against a copy that moves as many bytes as they must."""
+"""Single operations, against a copy that moves as many bytes as they must, or against torch's own attention."""
 
 import itertools
+import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from depthmix.kernels import norm_rotary_mix_triton
+from depthmix.kernels import moda_attention, norm_rotary_mix_triton
 from depthmix.kernels.norm_rotary_mix_reference import norm_rotary_mix_reference
 
 from .harness import Measurement, measure, release_memory
@@ -107,7 +110,87 @@ def operation(
     release_memory()
 
 
-CASES = {
+def moda_inputs(tokens: int, group: int, slots: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Arguments of `moda_attention`, and a gradient of its result: 8 key-value heads of 64 channels."""
+
+    def rows(heads):
+        return torch.randn(1, tokens, heads, 64, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
+
+    def slot_rows():
+        return torch.empty(slots, 1, tokens, 8, 64, dtype=torch.bfloat16, device="cuda").normal_()
+
+    tensors = [rows(8 * group), rows(8), rows(8), slot_rows(), slot_rows()]
+    return [tensor.requires_grad_() for tensor in tensors], rows(8 * group)
+
+
+def check_moda(group: int) -> None:
+    """The gate: result and gradients are those of the reference, but for the rounding of bf16."""
+    leaves, grad = moda_inputs(256, group, 19)
+    results = []
+    for dtype, impl in ((torch.bfloat16, "triton"), (torch.float64, "reference")):
+        output = moda_attention(*(leaf.to(dtype) for leaf in leaves), impl=impl)
+        results.append([output, *torch.autograd.grad(output, leaves, grad.to(dtype))])
+    for actual, expected in zip(*results, strict=True):
+        error = ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+        if not error < 1.2e-2:
+            raise RuntimeError(f"moda_attention is off by {error} from its reference.")
+
+
+def moda(name: str, size: str, *, tokens: int, group: int, slots: int) -> Iterator[Measurement]:
+    """
+    Forward and backward of `moda_attention` beside torch's attention over the sequence alone, to which the ratios are.
+    The floor is the time of a copy of the bytes of the slots that must move: read twice, and their gradients written.
+    """
+    check_moda(group)
+    leaves, grad = moda_inputs(tokens, group, slots)
+    calls = max(1, 32768 // tokens)
+    source = torch.randn(2**29, device="cuda")
+    target = torch.empty_like(source)
+    floor_bytes = 3 * (leaves[3].nbytes + leaves[4].nbytes)
+
+    def ours():
+        for _ in range(calls):
+            torch.autograd.grad(moda_attention(*leaves, impl="triton"), leaves, grad)
+
+    def alone(backend):
+        with sdpa_kernel(backend):
+            for _ in range(calls):
+                output = F.scaled_dot_product_attention(*leaves[:3], is_causal=True, enable_gqa=True)
+                torch.autograd.grad(output, leaves[:3], grad)
+
+    steps = [
+        partial(alone, SDPBackend.CUDNN_ATTENTION),
+        partial(alone, SDPBackend.FLASH_ATTENTION),
+        ours,
+        lambda: target.copy_(source),
+    ]
+    cudnn, flash, moda, copy = measure(steps, warmup=2, repeats=7)
+    floor = [time * floor_bytes / (2 * source.nbytes) for time in copy.times]
+    rows = {
+        "cudnn": ([time / calls for time in cudnn.times], cudnn.peak_gib),
+        "flash": ([time / calls for time in flash.times], flash.peak_gib),
+        "moda_attention": ([time / calls for time in moda.times], moda.peak_gib),
+        "floor of slots": (floor, floor_bytes / 2**30),
+    }
+    for model, (times, gib) in rows.items():
+        low, *_, high = sorted(times)
+        median = statistics.median(times)
+        yield Measurement(name, "", model, median, low, high, gib, ratio=median * calls / cudnn.median)
+    release_memory()
+
+
+MODA_CASES = {
+    f"moda_attention_T{tokens}_G{group}_n{slots}": partial(moda, tokens=tokens, group=group, slots=slots)
+    for tokens, group, slots in (
+        (4096, 8, 64),
+        (16384, 8, 64),
+        (65536, 8, 64),
+        (16384, 2, 64),
+        (16384, 32, 64),
+        (16384, 8, 256),
+    )
+}
+CASES = MODA_CASES | {
     f"{'norm_rotary_mix' if fused else 'depth_value_mix'}_{sources}_sources_{direction}_{tokens}": partial(
         operation,
         batch=batch,

@@ -97,13 +97,16 @@ class DepthStream:
             key, value = key.to(dtype), value.to(dtype)
         if index == 0 and use_triton(self.impl, "DepthStream", slot_obstacle(key, value)) and not is_recorded():
             self._slots = [x.new_empty((self.capacity, *x.shape)) for x in (key, value)]
+        if self._slots is not None:
+            first = self._slots[0][0]
+            if key.shape != first.shape or key.dtype is not first.dtype or value.dtype is not first.dtype:
+                raise ValueError(
+                    f"key has shape {list(key.shape)} and dtype {key.dtype}, value {value.dtype}: must be those of "
+                    f"the slots before, {list(first.shape)} and {first.dtype}."
+                )
         self.written += 1
         if self._slots is None:
             return (*handle, key, value)
-        if key.shape != self._slots[0].shape[1:]:
-            raise ValueError(
-                f"key has shape {list(key.shape)}: must be that of the slots before, {list(self._slots[0].shape[1:])}."
-            )
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (key, value, *handle)):
             return (_Write.apply(self, index, key, value, *handle),)
         self._store(index, key, value)
@@ -136,7 +139,7 @@ class DepthStream:
         if not self._has_grad[index]:
             return [None, None]
         self._has_grad[index] = False
-        return [grads[index].to(slots.dtype) for grads, slots in zip(self._grads, self._slots, strict=True)]
+        return [grads[index] for grads in self._grads]
 
     def _join_backward(self) -> None:
         """
@@ -157,7 +160,7 @@ class DepthStream:
 class _Write(torch.autograd.Function):
     @staticmethod
     def forward(ctx, stream, index, key, value, *handle):
-        ctx.stream, ctx.index = stream, index
+        ctx.stream, ctx.index, ctx.device, ctx.dtype = stream, index, key.device, key.dtype
         ctx.set_materialize_grads(False)
         stream._store(index, key, value)
         return key.new_zeros(1, dtype=torch.float32)
@@ -165,7 +168,10 @@ class _Write(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, _):
-        return None, None, *ctx.stream._take_grads(ctx.index), *(None,) * (len(ctx.needs_input_grad) - 4)
+        grads = [
+            None if grad is None else grad.to(ctx.device, ctx.dtype) for grad in ctx.stream._take_grads(ctx.index)
+        ]
+        return None, None, *grads, *(None,) * (len(ctx.needs_input_grad) - 4)
 
 
 class _Read(torch.autograd.Function):
@@ -272,13 +278,13 @@ def _attend_to_shared(
     trained = torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in (query, key, value, depth_query, *handle)
     )
-    kernel, backend = choose(*inputs, is_causal, trained, stream.impl)
-    if backend == "reference":
+    implementation = choose(*inputs, trained, stream.impl)
+    if implementation == "reference":
         raise RuntimeError(
             "The slots of this stream are shared by kernels, which do not support a mask with a gradient, other "
             "devices, or transforms of torch.func: ask for impl='reference'."
         )
-    constants = (default_scaling(query, scaling), is_causal, backend, kernel)
+    constants = (default_scaling(query, scaling), is_causal, implementation)
     if not trained:
         stream._join_backward()
         return run_moda_attention(*inputs, *constants)

@@ -11,7 +11,6 @@ from .depth_value_mix import default_scaling
 from .moda_attention_joint import run_moda_attention
 from .moda_attention_reference import moda_attention_reference, moda_attention_weights_reference
 from .moda_attention_triton import decodes, moda_attention_obstacle
-from .sequence_attention import sequence_backend
 
 
 def moda_attention(
@@ -136,8 +135,8 @@ def attend(
     trained = torch.is_grad_enabled() and any(
         tensor.requires_grad for x in inputs for tensor in (x if isinstance(x, list) else [x]) if tensor is not None
     )
-    kernel, backend = choose(*inputs, is_causal, trained, impl)
-    if backend == "reference":
+    implementation = choose(*inputs, trained, impl)
+    if implementation == "reference":
         empty = query.new_empty((0, query.shape[0], query.shape[2], key.shape[1], query.shape[3]))
         output, log_sum_exp = moda_attention_reference(
             *(query, key, value),
@@ -148,7 +147,7 @@ def attend(
             is_causal=is_causal,
         )
     else:
-        output, log_sum_exp = run_moda_attention(*inputs, scaling, is_causal, backend, kernel)
+        output, log_sum_exp = run_moda_attention(*inputs, scaling, is_causal, implementation)
     return (output, log_sum_exp) if return_lse else output
 
 
@@ -160,13 +159,12 @@ def choose(
     depth_values: Sequence[Tensor],
     depth_query: Tensor | None,
     attention_mask: Tensor | None,
-    is_causal: bool,
     trained: bool,
     impl: str,
-) -> tuple[bool, str]:
+) -> str:
     """
-    Whether the kernels work on the slots, and what attends to the sequence: a backend of `sequence_attention`,
-    "decode" for the kernel that does all, if nothing is `trained`, or "reference" for the pure PyTorch of all.
+    "triton" or "torch" works on the slots, and one of PyTorch's kernels on the sequence; "decode" is a kernel that
+    does both, if nothing is `trained`; "reference" is the pure PyTorch of both.
     """
     tensors = [query, key, value, *depth_keys, *depth_values, *(() if depth_query is None else (depth_query,))]
     obstacle = plain_tensor_obstacle(tensors if attention_mask is None else [*tensors, attention_mask])
@@ -176,10 +174,10 @@ def choose(
         obstacle = f"needs a GPU, and the tensors are on {query.device}"
     kernel = use_triton(impl, "moda_attention", obstacle or moda_attention_obstacle(*tensors))
     if impl == "reference" or obstacle is not None:
-        return False, "reference"
-    if kernel and not trained and decodes(query, key):
-        return True, "decode"
-    return kernel, sequence_backend(query, key, attention_mask, is_causal)
+        return "reference"
+    if not kernel:
+        return "torch"
+    return "decode" if not trained and decodes(query, key) else "triton"
 
 
 def check_attention(

@@ -30,20 +30,17 @@ def moda_attention_forward(
     attention_mask: Tensor | None,
     scaling: float,
     is_causal: bool,
-    backend: str,
-    kernel: bool,
+    implementation: str,
 ) -> list[Tensor]:
-    """Output `[B, H, T, D]` and log-sum-exp `[B, H, T]`; `kernel`: whether Triton works on the slots."""
+    """Output `[B, H, T, D]` and log-sum-exp `[B, H, T]`; `implementation` as `choose` gives it."""
     keys, values = _joined(depth_keys), _joined(depth_values)
-    if backend == "decode":
+    if implementation == "decode":
         return decode_forward(query, key, value, keys, values, depth_query, attention_mask, scaling, is_causal)
     with without_autocast(query):
-        output, log_sum_exp = sequence_attention_forward(
-            query, key, value, attention_mask, scaling, is_causal, backend
-        )
+        output, log_sum_exp = sequence_attention_forward(query, key, value, attention_mask, scaling, is_causal)
         if keys is None:
             return [in_token_order(output), log_sum_exp.contiguous()]
-        merge = depth_merge_forward if kernel else _depth_merge_forward
+        merge = depth_merge_forward if implementation == "triton" else _depth_merge_forward
         return merge(query if depth_query is None else depth_query, keys, values, output, log_sum_exp, scaling)
 
 
@@ -60,8 +57,7 @@ def moda_attention_backward(
     log_sum_exp: Tensor,
     scaling: float,
     is_causal: bool,
-    backend: str,
-    kernel: bool,
+    implementation: str,
 ) -> list[Tensor]:
     """
     Gradients of query, key and value, then, if there are slots, of their keys and values `[N, B, T, K, D]`, then, if
@@ -71,7 +67,7 @@ def moda_attention_backward(
     slot_grads = [] if keys is None else [_new_slots(keys), _new_slots(values)]
     query_grads = joint_backward(
         *(output_grad, query, key, value, keys, values, depth_query, attention_mask, output, log_sum_exp),
-        *(scaling, is_causal, backend, kernel, slot_grads, None if keys is None else keys.shape[0]),
+        *(scaling, is_causal, implementation, slot_grads, None if keys is None else keys.shape[0]),
     )
     return [*query_grads[:3], *slot_grads, *query_grads[3:]]
 
@@ -89,8 +85,7 @@ def joint_backward(
     log_sum_exp: Tensor,
     scaling: float,
     is_causal: bool,
-    backend: str,
-    kernel: bool,
+    implementation: str,
     slot_grads: Sequence[Tensor],
     fresh: int | None,
 ) -> list[Tensor]:
@@ -102,14 +97,14 @@ def joint_backward(
         query_grad, key_grad, value_grad = map(
             in_token_order,
             sequence_attention_backward(
-                *(output_grad, query, key, value, output, log_sum_exp, attention_mask, scaling, is_causal, backend)
+                *(output_grad, query, key, value, output, log_sum_exp, attention_mask, scaling, is_causal)
             ),
         )
         grads = [query_grad, key_grad, value_grad]
         if depth_query is not None:
             grads.append(torch.zeros_like(query_grad) if keys is None else torch.empty_like(query_grad))
         if keys is not None:
-            backward = depth_merge_backward if kernel else _depth_merge_backward
+            backward = depth_merge_backward if implementation == "triton" else _depth_merge_backward
             backward(
                 *(output_grad, query if depth_query is None else depth_query, keys, values, output, log_sum_exp),
                 *(scaling, grads[-1] if depth_query is not None else query_grad, depth_query is None),
@@ -235,7 +230,7 @@ def _backward(ctx, grads):
     )
     slot_grads = [list(x.split([slots.shape[0] for slots in keys])) for x in grads[:2]] if keys else [[], []]
     depth_query_grad = None if depth_query is None else grads[-1]
-    return query_grad, key_grad, value_grad, *slot_grads, depth_query_grad, *(None,) * 5
+    return query_grad, key_grad, value_grad, *slot_grads, depth_query_grad, *(None,) * 4
 
 
 moda_attention_op.register_autograd(_backward, setup_context=_save_for_backward)

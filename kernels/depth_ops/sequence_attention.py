@@ -3,7 +3,8 @@
 Attention over a sequence that also gives its log-sum-exp, and its backward, which takes output and log-sum-exp as
 arguments: given those of a softmax over more columns, it gives the exact gradients of this part of that softmax.
 
-PyTorch's own kernels do it. The log-sum-exp is natural, and -inf for a row that sees nothing.
+PyTorch's own kernels do it, by default the fastest that supports the case; any one's backward can follow any one's
+forward. The log-sum-exp is natural, and -inf for a row that sees nothing.
 
 Legend: B batch, H query heads, K key-value heads, G = H / K, T tokens, S columns, D head dim.
 """
@@ -23,7 +24,7 @@ NOT_CAUSAL, CAUSAL_BOTTOM_RIGHT = 0, 2
 
 
 def sequence_backend(query: Tensor, key: Tensor, attention_mask: Tensor | None, is_causal: bool) -> str:
-    """The fastest of PyTorch's attention kernels that supports the case: cudnn, flash, efficient, cpu, or math."""
+    """The fastest that supports the case: cudnn, flash, efficient, cpu, or math, which is not a single kernel."""
     tokens, head_dim = query.shape[2:]
     if query.numel() == 0 or key.numel() == 0:
         return "math"
@@ -59,9 +60,10 @@ def sequence_attention_forward(
     attention_mask: Tensor | None,
     scaling: float,
     is_causal: bool,
-    backend: str,
+    backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output `[B, H, T, D]` and log-sum-exp `[B, H, T]` in fp32 (fp64 for fp64 inputs)."""
+    backend = backend or sequence_backend(query, key, attention_mask, is_causal)
     mask, is_causal = _mask(query, key, attention_mask, is_causal, backend)
     if backend == "math":
         return _math_forward(query, key, value, mask, scaling)
@@ -107,9 +109,10 @@ def sequence_attention_backward(
     attention_mask: Tensor | None,
     scaling: float,
     is_causal: bool,
-    backend: str,
+    backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value."""
+    backend = backend or sequence_backend(query, key, attention_mask, is_causal)
     mask, is_causal = _mask(query, key, attention_mask, is_causal, backend)
     if mask is not None:
         # exp(-inf - inf) is the zero that such rows contribute

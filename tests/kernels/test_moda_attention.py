@@ -444,6 +444,25 @@ def test_decoding_takes_its_own_kernel(monkeypatch):
         moda_attention(**inputs(tokens=17, length=20), impl="triton")
 
 
+@needs_triton
+def test_decoding_compiles_without_breaks():
+    """With slots as a stream hands them over while it is compiled, each by itself."""
+    tensors = inputs(tokens=1, length=20)
+
+    def decode(query, key, value, depth_keys, depth_values):
+        stream = DepthStream(3, impl="triton")
+        handle = stream.handle
+        for i in range(3):
+            handle = stream.write(handle, depth_keys[i], depth_values[i])
+        return moda_attention_over_stream(query, key, value, stream, handle, start=0, stop=3)
+
+    compiled = torch.compile(decode, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        expected = moda_attention(**tensors, impl="reference")
+        for call in (decode, compiled):
+            torch.testing.assert_close(call(*tensors.values()), expected)
+
+
 def test_weights_are_those_of_the_output():
     tensors = inputs(other_query=True)
     weights = moda_attention_weights(
@@ -455,6 +474,26 @@ def test_weights_are_those_of_the_output():
     mixed = torch.einsum("bkgts,bksd->bkgtd", weights[..., :5], tensors["value"])
     mixed = mixed + torch.einsum("bkgtn,nbtkd->bkgtd", weights[..., 5:], tensors["depth_values"])
     torch.testing.assert_close(moda_attention(**tensors), mixed.flatten(1, 2))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("tokens, length", [(5, 5), (3, 8), (1, 4)])
+@pytest.mark.parametrize("forward, backward", [("cpu", "math"), ("math", "cpu")])
+def test_any_backward_follows_any_forward(forward, backward, tokens, length, masked):
+    """What `sequence_attention` can do without a GPU."""
+    query, key, value, grad = (
+        draw(2, h, t, 8, seed=i) for i, (h, t) in enumerate([(4, tokens), *[(2, length)] * 2, (4, tokens)])
+    )
+    mask = random_mask(2, 1, 3, 8)[:, :, :tokens, :length] if masked and tokens != 5 else None
+    results = []
+    for backends in ((forward, backward), ("math", "math")):
+        arguments = (mask, 0.3, True)
+        output, lse = sequence_attention.sequence_attention_forward(query, key, value, *arguments, backends[0])
+        grads = sequence_attention.sequence_attention_backward(
+            grad, query, key, value, output, lse, *arguments, backends[1]
+        )
+        results.append(dict(enumerate([output, lse, *grads])))
+    assert_close_to(*results, 1e-5)
 
 
 @pytest.mark.parametrize("backend", ["cudnn", "flash", "math"])
@@ -471,12 +510,12 @@ def test_kernels_of_torch_are_called_as_they_declare(backend, tokens):
     assert [grad.shape for grad in grads] == [query.shape, key.shape, key.shape]
 
 
-@pytest.mark.parametrize("kernel", [False, pytest.param(True, marks=needs_triton)])
-def test_typed_operation(kernel):
+@pytest.mark.parametrize("implementation", ["torch", pytest.param("triton", marks=needs_triton)])
+def test_typed_operation(implementation):
     tensors = {name: tensor.requires_grad_() for name, tensor in inputs(other_query=True).items()}
     query, key, value, keys, values, depth_query = tensors.values()
     for slots, other in (([], []), ([keys[:1], keys[1:]], [values[:1], values[1:]])):
-        arguments = (query, key, value, slots, other, depth_query, random_mask(), 0.5, True, "math", kernel)
+        arguments = (query, key, value, slots, other, depth_query, random_mask(), 0.5, True, implementation)
         torch.library.opcheck(moda_attention_joint.moda_attention_op, arguments)
 
 
@@ -695,8 +734,10 @@ class TestStream:
     def test_shared_slots_have_one_shape(self):
         stream, slot = DepthStream(2, impl="triton"), draw(2, 5, 2, 8)
         handle = stream.write(stream.handle, slot, slot)
-        with pytest.raises(ValueError, match=r"key has shape \[2, 4, 2, 8\]: must be that of the slots before"):
+        with pytest.raises(ValueError, match=r"key has shape \[2, 4, 2, 8\] and dtype torch.float32, .* slots before"):
             stream.write(handle, slot[:, :4], slot[:, :4])
+        with pytest.raises(ValueError, match=r"value torch.float16: must be those of the slots before"):
+            stream.write(handle, slot, slot.half())
         with pytest.raises(RuntimeError, match="impl='triton'"):
             stream = DepthStream(2, impl="triton")
             stream.write(stream.handle, slot.double(), slot.double())
