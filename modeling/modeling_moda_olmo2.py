@@ -208,17 +208,9 @@ class MoDAOlmo2Attention(Olmo2Attention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention to tokens and slots: output `[B, Hq, T, d]`, and the weights, from the eager form."""
         if self.config._attn_implementation == "eager":
-            # the handle of a stream that shares no buffer: key, value, key, value, ...
-            first, last = 2 * self.first_slot, 2 * self.last_slot
+            depth_keys, depth_values = depth_stream.slots(handle, self.first_slot, self.last_slot)
             return eager_moda_attention(
-                query,
-                keys,
-                values,
-                depth_query,
-                handle[first:last:2],
-                handle[first + 1 : last : 2],
-                attention_mask,
-                self.scaling,
+                query, keys, values, depth_query, depth_keys, depth_values, attention_mask, self.scaling
             )
         is_causal = self.is_causal if is_causal is None else is_causal
         tokens = query.shape[2]
@@ -399,7 +391,8 @@ class MoDAOlmo2Model(DecoderInputs, MoDAOlmo2PreTrainedModel, Olmo2Model):
         )
         handle: tuple[torch.Tensor, ...] = ()
         if self.num_slots:
-            stream = DepthStream(self.num_slots, impl="reference" if implementation == "eager" else self.depth_impl)
+            impl = "reference" if implementation == "eager" else self.depth_impl
+            stream = DepthStream(self.num_slots, impl=impl, window=self.config.moda_depth_window)
             handle = stream.handle
             shared["depth_stream"] = stream
             shared["rotary_scaling"] = self.rotary_emb.attention_scaling

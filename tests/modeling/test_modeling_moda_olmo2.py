@@ -157,10 +157,10 @@ class TestSlots:
                 parameter.zero_()
             model(ids, attention_mask=mask)
             outputs[attention] = torch.stack([output[0] for _, output in seen])
-            for kwargs, (output, *_) in seen:
-                pushed = kwargs["handle"][1::2]
-                alone = torch.stack([value[0, :4].repeat_interleave(2, dim=1).flatten(1) for value in pushed])
-                layer = model.model.layers[len(pushed) // 2].self_attn
+            for i, (kwargs, (output, *_)) in enumerate(seen, start=1):
+                _, values = kwargs["depth_stream"].slots(kwargs["handle"], 0, 2 * i)
+                alone = torch.stack([value[0, :4].repeat_interleave(2, dim=1).flatten(1) for value in values])
+                layer = model.model.layers[i].self_attn
                 low, high = alone.amin(0), alone.amax(0)
                 read = torch.linalg.solve(layer.o_proj.weight, output[0, :4].mT).mT
                 assert ((read > low - 1e-3) & (read < high + 1e-3)).all()
@@ -207,18 +207,24 @@ class TestSlots:
             assert torch.equal(again, output)
 
     @torch.no_grad()
-    def test_live_until_the_end_of_the_call(self, build, token_ids):
-        model, states = build(num_hidden_layers=6, moda_depth_window=2), []
+    @pytest.mark.parametrize(("window", "kept"), [(None, 10), (3, 3), (50, 10)])
+    def test_live_until_the_end_of_the_call(self, build, token_ids, window, kept):
+        """In one buffer of no more than a window."""
+        model, buffers, shapes = build(num_hidden_layers=6, moda_depth_window=window), set(), set()
+
+        def look(_, args):
+            buffers.update(map(weakref.ref, args[1:]))
+            shapes.update(tensor.shape for tensor in args[1:])
+
         for layer in model.model.layers:
-            layer.register_forward_hook(
-                lambda _, __, output: states.extend(weakref.ref(tensor) for tensor in output[1:])
-            )
+            layer.register_forward_pre_hook(look)
         gc.disable()
         try:
             outputs = model(token_ids(2, 7), use_cache=False)
-            assert len(states) > 10 and all(state() is None for state in states)
+            assert len(buffers) == 2 and all(buffer() is None for buffer in buffers)
         finally:
             gc.enable()
+        assert shapes == {(kept, 2, 7, 2, 16)}
         assert outputs.logits.isfinite().all()
 
     @pytest.mark.parametrize("change", ["skip", "remove", "exchange"])
