@@ -1,5 +1,5 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
-"""`python -m benchmarks.run --size 3b train_step prefill_32k` measures cases on this machine's GPU."""
+"""`python -m benchmarks.run train_step prefill_32k --size 3b` measures cases on this machine's GPU."""
 
 import argparse
 import traceback
