@@ -255,12 +255,12 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     size = arguments.size
     if size == "tiny":
-        models.SIZES["tiny"] = TINY
+        models.SIZES["tiny"] = models.qwen3(2, **TINY)
     elif not torch.cuda.is_available():
         parser.error(f"--size {size} needs a GPU; --size tiny tries the command out")
     else:
         models.SELECTED[:] = [SYSTEMS[name].model for name in arguments.systems]
-        models.check_function()
+        models.check_function(size)
         release_memory()
     print(*(f"{name} {value}" for name, value in environment().items()), sep=", ", flush=True)
 

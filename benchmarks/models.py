@@ -1,11 +1,12 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
-"""Whole models: train step, prefill and decoding, against stock Qwen3 of the same shape."""
+"""Whole models: train step, prefill and decoding, against the stock model of the same shape."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import torch
-from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM, StaticCache
+from transformers import DynamicCache, Olmo2Config, Olmo2ForCausalLM, Qwen3Config, Qwen3ForCausalLM, StaticCache
 
 from depthmix import (
     AttnResConfig,
@@ -16,19 +17,14 @@ from depthmix import (
     DepthQwen3ForCausalLM,
     MHCConfig,
     MHCForCausalLM,
+    MoDAOlmo2Config,
+    MoDAOlmo2ForCausalLM,
 )
 
-from .harness import Measurement, measure, release_memory
+from .harness import DEVICE, Measurement, measure, release_memory
 
 
-# 48-layer models of 1.5 and 3 billion parameters, the latter in the shape of the released Depth-Attention weights
-SHARED = {"vocab_size": 50304, "num_hidden_layers": 48, "head_dim": 64, "max_position_embeddings": 131072}
-SIZES = {
-    "1.5b": {"hidden_size": 1536, "num_attention_heads": 24, "num_key_value_heads": 6, "intermediate_size": 5184},
-    "3b": {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 6912},
-}
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TRAIN_BATCH = {"1.5b": 8, "3b": 4}
+# name -> model, configuration, and the fields that make it this model
 MODELS = {
     "stock Qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
     "fused vanilla": (DepthQwen3ForCausalLM, DepthQwen3Config, {"depth_stride": 0}),
@@ -37,11 +33,77 @@ MODELS = {
     "AttnRes Full": (AttnResForCausalLM, AttnResConfig, {"attnres_variant": "full"}),
     "DenseFormer": (DenseFormerForCausalLM, DenseFormerConfig, {}),
     "mHC": (MHCForCausalLM, MHCConfig, {}),
+    "stock OLMo2": (Olmo2ForCausalLM, Olmo2Config, {}),
+    "fused OLMo2": (MoDAOlmo2ForCausalLM, MoDAOlmo2Config, {"moda_attn_slots": False, "moda_ffn_slots": False}),
+    "MoDA row 3": (MoDAOlmo2ForCausalLM, MoDAOlmo2Config, {"moda_ffn_slots": False}),
+    "MoDA row 4": (MoDAOlmo2ForCausalLM, MoDAOlmo2Config, {}),
+    "MoDA window 16": (MoDAOlmo2ForCausalLM, MoDAOlmo2Config, {"moda_depth_window": 16}),
 }
 
 
-# those to be measured unless others are asked for; the first of them is the yardstick
-SELECTED = ["stock Qwen3", "fused vanilla", "Depth-Attention", "AttnRes"]
+@dataclass(frozen=True)
+class Size:
+    """
+    A shape, the models that have it, the first of which is the yardstick, those of them that are compiled, and how
+    many sequences of how many tokens a train step has. For the gate: the model that is the stock one without kernels,
+    and the one that mixes, with the fields that make every layer do so.
+    """
+
+    fields: dict
+    models: tuple[str, ...]
+    compiled: tuple[str, ...]
+    batch: int
+    tokens: int
+    plain: str
+    mixing: tuple[str, dict]
+
+
+def qwen3(batch: int, **fields) -> Size:
+    """The shape of the released Depth-Attention weights, scaled."""
+    shared = {"vocab_size": 50304, "num_hidden_layers": 48, "head_dim": 64, "max_position_embeddings": 131072}
+    models = ("stock Qwen3", "fused vanilla", "Depth-Attention", "AttnRes", "AttnRes Full", "DenseFormer", "mHC")
+    mixing = ("Depth-Attention", {"depth_stride": 1})
+    return Size(shared | fields, models, (models[0], *models[2:]), batch, 2048, "fused vanilla", mixing)
+
+
+def olmo2(batch: int, tokens: int, **fields) -> Size:
+    models = ("stock OLMo2", "fused OLMo2", "MoDA row 3", "MoDA row 4", "MoDA window 16")
+    return Size(fields, models, (models[0], *models[3:]), batch, tokens, "fused OLMo2", ("MoDA row 4", {}))
+
+
+SIZES = {
+    "1.5b": qwen3(8, hidden_size=1536, num_attention_heads=24, num_key_value_heads=6, intermediate_size=5184),
+    "3b": qwen3(4, hidden_size=2048, num_attention_heads=32, num_key_value_heads=8, intermediate_size=6912),
+    # of the paper of Mixture-of-Depths Attention
+    "700m": olmo2(
+        4,
+        4096,
+        vocab_size=100278,
+        hidden_size=1024,
+        num_hidden_layers=36,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        intermediate_size=4096,
+        max_position_embeddings=131072,
+        eos_token_id=100257,
+        pad_token_id=100277,
+    ),
+    # not to be measured, but to see that everything runs, also without a GPU
+    "tiny": olmo2(
+        2,
+        64,
+        vocab_size=512,
+        hidden_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=256,
+        eos_token_id=2,
+    ),
+}
+
+# those to be measured, unless others are asked for
+SELECTED = [name for name in MODELS if name not in ("AttnRes Full", "DenseFormer", "mHC")]
 
 
 def build(model: str, size: str, **fields):
@@ -51,23 +113,23 @@ def build(model: str, size: str, **fields):
     with torch.device(DEVICE):
         torch.set_default_dtype(torch.bfloat16)
         try:
-            return model_class(config_class(**SHARED | SIZES[size] | extra | fields))
+            return model_class(config_class(**SIZES[size].fields | extra | fields))
         finally:
             torch.set_default_dtype(torch.float32)
 
 
-def token_ids(batch: int, length: int) -> torch.Tensor:
-    return torch.randint(SHARED["vocab_size"], (batch, length), device=DEVICE)
+def token_ids(size: str, batch: int, length: int) -> torch.Tensor:
+    return torch.randint(SIZES[size].fields["vocab_size"], (batch, length), device=DEVICE)
 
 
 @torch.no_grad()
-def check_function() -> None:
+def check_function(size: str) -> None:
     """
-    The gate before any number. Without kernels and mixing the model is stock Qwen3 bit for bit; with mixing on it
+    The gate before any number. Without kernels and mixing the model is the stock one bit for bit; with mixing on it
     differs; kernels change what rounding changes; decoding with a cache gives what the full forward gives.
     """
-    ids = token_ids(2, 64)
-    small = {"size": "1.5b", "num_hidden_layers": 4}
+    shape, few = SIZES[size], {"size": size, "num_hidden_layers": 4}
+    ids = token_ids(size, 2, 64)
 
     def error(actual, expected):
         return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
@@ -76,11 +138,12 @@ def check_function() -> None:
         if not condition:
             raise RuntimeError(f"It does not hold that {claim}.")
 
-    stock = build("stock Qwen3", **small)(ids).logits
-    plain = build("fused vanilla", **small, depth_impl="reference")(ids).logits
-    require(torch.equal(plain, stock), "without mixing and kernels the model is stock Qwen3")
-    mixing = build("Depth-Attention", **small, depth_stride=1, depth_impl="triton")
-    reference = build("Depth-Attention", **small, depth_stride=1, depth_impl="reference")
+    stock = build(shape.models[0], **few)(ids).logits
+    plain = build(shape.plain, **few, depth_impl="reference")(ids).logits
+    require(torch.equal(plain, stock), "without mixing and kernels the model is the stock one")
+    name, awake = shape.mixing
+    mixing = build(name, **few, **awake, depth_impl="triton" if DEVICE == "cuda" else "auto")
+    reference = build(name, **few, **awake, depth_impl="reference")
     exact = reference.double()(ids).logits
     require(error(exact, stock) > 0.05, "mixing changes the logits")
     low_precision = error(reference.bfloat16()(ids).logits, exact)
@@ -91,7 +154,7 @@ def check_function() -> None:
     steps = [mixing(ids[:, i : i + 1], past_key_values=cache).logits for i in range(ids.shape[1])]
     require(error(torch.cat(steps, 1), exact) < 1e-4, "decoding with a cache gives the logits of the full forward")
     for name, fields in (("AttnRes", {"attnres_block_size": 3}), ("DenseFormer", {}), ("mHC", {})):
-        if name in SELECTED:
+        if name in SELECTED and name in shape.models:
             results = [logits_and_gradients(name, ids, depth_impl=impl, **fields) for impl in ("triton", "reference")]
             require(
                 all(error(*pair) < 1e-3 for pair in zip(*results, strict=True)), f"the kernels of {name} are exact"
@@ -116,16 +179,25 @@ def logits_and_gradients(name: str, ids: torch.Tensor, **fields) -> list[torch.T
 
 
 def compare(
-    name: str, size: str, prepare, *, together: bool = True, models=tuple(MODELS), layers: int = 48, **options
+    name: str,
+    size: str,
+    prepare,
+    *,
+    together: bool = True,
+    compiled: bool = False,
+    layers: int | None = None,
+    **options,
 ) -> Iterator[Measurement]:
     """
-    Measures `prepare(model)()` for each model, in turns while both are in memory; one after the other where they do
-    not fit `together`.
+    Measures `prepare(model)()` for each model, in turns while all are in memory; one after the other where they do
+    not fit `together`. Where a model takes long to compile or to run, only those are measured that are `compiled`.
     """
-    models = [model_name for model_name in models if model_name in SELECTED]
+    shape = SIZES[size]
+    models = [each for each in (shape.compiled if compiled else shape.models) if each in SELECTED]
+    fields = {} if layers is None else {"num_hidden_layers": min(layers, shape.fields["num_hidden_layers"])}
     yardstick = None
     for group in [models] if together else [[model_name] for model_name in models]:
-        built = [build(model_name, size, num_hidden_layers=layers) for model_name in group]
+        built = [build(model_name, size, **fields) for model_name in group]
         timings = measure([prepare(model) for model in built], **options)
         for model_name, timing in zip(group, timings, strict=True):
             yardstick = yardstick or timing.median
@@ -138,11 +210,11 @@ def compare(
 
 
 def train_step(name: str, size: str, *, compiled: bool = False, **options) -> Iterator[Measurement]:
-    """Forward, loss, backward and AdamW, on sequences of 2048 tokens."""
+    """Forward, loss, backward and AdamW."""
 
     def prepare(model):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-        ids = token_ids(TRAIN_BATCH[size], 2048)
+        ids = token_ids(size, SIZES[size].batch, SIZES[size].tokens)
         model.train()
         forward = torch.compile(model, fullgraph=True) if compiled else model
 
@@ -153,14 +225,14 @@ def train_step(name: str, size: str, *, compiled: bool = False, **options) -> It
 
         return step
 
-    yield from compare(name, size, prepare, together=False, **options)
+    yield from compare(name, size, prepare, together=False, compiled=compiled, **options)
 
 
 def prefill(name: str, size: str, *, length: int, **options) -> Iterator[Measurement]:
     """A forward over a prompt, which fills a growing cache."""
 
     def prepare(model):
-        ids = token_ids(1, length)
+        ids = token_ids(size, 1, length)
 
         @torch.no_grad()
         def step():
@@ -178,11 +250,11 @@ def decode(
 
     def prepare(model):
         cache = StaticCache(config=model.config, max_cache_len=context + 256) if compiled else DynamicCache()
-        ids, last = token_ids(batch, context), token_ids(batch, 1)
+        ids, last = token_ids(size, batch, context), token_ids(size, batch, 1)
         with torch.no_grad():
             model(ids, past_key_values=cache, logits_to_keep=1)
         forward = torch.compile(model, mode="reduce-overhead", fullgraph=True) if compiled else model
-        position = torch.full((batch, 1), context, device="cuda")
+        position = torch.full((batch, 1), context, device=DEVICE)
 
         @torch.no_grad()
         def step():
@@ -194,17 +266,15 @@ def decode(
 
         return step
 
-    yield from compare(name, size, prepare, warmup=8, repeats=31, **options)
+    yield from compare(name, size, prepare, compiled=compiled, warmup=8, repeats=31, **options)
 
 
-# where a model takes long to compile or to run
-STOCK_AND_OURS = ("stock Qwen3", "Depth-Attention")
 CASES = {
     "train_step": train_step,
-    "train_step_compiled_16_layers": partial(train_step, compiled=True, layers=16, models=STOCK_AND_OURS),
+    "train_step_compiled_16_layers": partial(train_step, compiled=True, layers=16),
     "prefill_8k": partial(prefill, length=8192),
     "prefill_32k": partial(prefill, length=32768, warmup=1, repeats=5),
-    "prefill_128k": partial(prefill, length=131072, warmup=1, repeats=1, models=STOCK_AND_OURS),
+    "prefill_128k": partial(prefill, length=131072, warmup=1, repeats=1, compiled=True),
     "decode_eager_batch_1": partial(decode, batch=1, compiled=False),
     "decode_eager_batch_32": partial(decode, batch=32, compiled=False),
     "decode_compiled_batch_1": partial(decode, batch=1, compiled=True),

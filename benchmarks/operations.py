@@ -22,7 +22,7 @@ CALLS_PER_GRAPH = 6
 
 def inputs(size: str, batch: int, tokens: int, *, sources: int, fused: bool) -> tuple[tuple, list[torch.Tensor]]:
     """Arguments of the operation, in the layout that the model gives them, and gradients of its results."""
-    shape = SIZES[size]
+    shape = SIZES[size].fields
 
     def rows(heads):
         return torch.randn(batch, tokens, heads, 64, dtype=torch.bfloat16, device="cuda").transpose(1, 2)

@@ -1,5 +1,5 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
-"""`python -m benchmarks.run --size 3b train_step prefill_32k` measures cases on this machine's GPU."""
+"""`python -m benchmarks.run train_step prefill_32k --size 3b` measures cases on this machine's GPU."""
 
 import argparse
 import traceback
@@ -15,7 +15,7 @@ CASES = models.CASES | operations.CASES
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
     parser.add_argument("cases", nargs="*", default=list(CASES), metavar="case", help=f"any of: {', '.join(CASES)}")
-    parser.add_argument("--size", nargs="+", choices=models.SIZES, default=list(models.SIZES))
+    parser.add_argument("--size", nargs="+", choices=models.SIZES, default=["1.5b", "3b"])
     parser.add_argument("--models", nargs="+", choices=models.MODELS, default=models.SELECTED, metavar="model")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"), help="folder for the CSV file")
     parser.add_argument("--name", default="models", help="name of the CSV file")
@@ -24,8 +24,8 @@ def main() -> None:
     if unknown := set(arguments.cases) - set(CASES):
         parser.error(f"no such case: {', '.join(sorted(unknown))}")
 
-    if set(arguments.cases) & set(models.CASES):
-        models.check_function()
+    for size in arguments.size if set(arguments.cases) & set(models.CASES) else ():
+        models.check_function(size)
         release_memory()
     print(*(f"{name} {value}" for name, value in environment().items()), sep=", ", flush=True)
     arguments.output.mkdir(parents=True, exist_ok=True)

@@ -8,3 +8,7 @@ from .configuration_mhc import MHCConfig
 
 
 __all__ = ["AttnResConfig", "DenseFormerConfig", "DepthQwen3Config", "MHCConfig"]
+from .configuration_moda_olmo2 import MoDAOlmo2Config
+
+
+__all__ = ["AttnResConfig", "DepthQwen3Config", "MoDAOlmo2Config"]

@@ -7,6 +7,7 @@ library writes a file only from tensors that are all in memory.
 """
 
 import json
+import math
 import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
@@ -93,11 +94,17 @@ class TensorWrite:
         return cls(name, dtype, stored.shape, nbytes, lambda: _cast_chunks(stored, dtype))
 
     @classmethod
-    def from_tensor(cls, name: str, tensor: torch.Tensor) -> "TensorWrite":
-        """Writes a tensor that is in memory, such as the start value of a parameter that the source does not have."""
-        dtype = next(code for code, float_dtype in FLOAT_DTYPES.items() if float_dtype is tensor.dtype)
-        data = _to_bytes(tensor)
-        return cls(name, dtype, tuple(tensor.shape), len(data), lambda: iter([data]))
+    def from_function(
+        cls, name: str, make: Callable[[], torch.Tensor], dtype: str, shape: tuple[int, ...]
+    ) -> "TensorWrite":
+        """Writes the start value of a parameter that the source does not have, made when it is its turn."""
+
+        def chunks():
+            tensor = make().to(FLOAT_DTYPES[dtype])
+            assert tensor.shape == shape, f"{name}: the start value has shape {list(tensor.shape)}"
+            yield _to_bytes(tensor)
+
+        return cls(name, dtype, shape, math.prod(shape) * FLOAT_DTYPES[dtype].itemsize, chunks)
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:

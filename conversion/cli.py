@@ -95,6 +95,16 @@ def _make_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--mhc-sinkhorn-order", choices=("columns_first", "rows_first"), help="by which sums they divide first"
     )
+    for field, text in (
+        ("attn-slots", "whether attentions make depth slots"),
+        ("ffn-slots", "whether feed-forward networks make depth slots"),
+        ("attn-depth-proj", "a projection of their own for the slots of attentions"),
+    ):
+        command.add_argument(f"--moda-{field}", action=argparse.BooleanOptionalAction, help=text)
+    command.add_argument(
+        "--moda-depth-key-mode", choices=("sequence", "reader_norm"), help="how the keys of depth slots are finished"
+    )
+    command.add_argument("--moda-depth-window", type=int, metavar="N", help="layers read the N most recent slots")
     command.add_argument("--dtype", choices=DTYPES, help="dtype of the result (default: that of each tensor)")
     command.add_argument(
         "--shard-size", default="5GB", metavar="SIZE", help="most bytes per file (default: %(default)s)"

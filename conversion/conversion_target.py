@@ -35,18 +35,19 @@ class TranslatedConfig:
 
 # takes the content of the source's config.json and the options that the user gave
 TranslateFn = Callable[[dict[str, Any], dict[str, Any]], TranslatedConfig]
+NewTensorsFn = Callable[[PreTrainedConfig], dict[str, Callable[[], torch.Tensor]]]
 
 
 @dataclass(frozen=True)
 class AcceptedSource:
     """
-    How checkpoints of one layout become the target. `new_tensors` takes the configuration and returns the start values
-    of the tensors that these checkpoints do not have, by name.
+    How checkpoints of one layout become the target. `new_tensors` takes the configuration and returns, by name, what
+    makes the start values of the tensors that these checkpoints do not have: all at once, they may not fit in memory.
     """
 
     translate: TranslateFn
     weight_map: WeightMap
-    new_tensors: Callable[[PreTrainedConfig], dict[str, torch.Tensor]] = lambda config: {}
+    new_tensors: NewTensorsFn = lambda config: {}
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 Conversion to AttnRes: from Qwen3, Qwen2 and Llama, and from the released AttnRes weights and their vanilla control.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -57,12 +58,13 @@ def vanilla_note(config: AttnResConfig) -> str:
     )
 
 
-def start_values(config: AttnResConfig) -> dict[str, torch.Tensor]:
+def start_values(config: AttnResConfig) -> dict[str, Callable[[], torch.Tensor]]:
     """The parameters of every mixer of a model that was just built."""
     mixer = AttnResMixer(config).state_dict()
     layers = range(config.num_hidden_layers)
     names = [f"model.layers.{i}.{site}_mixer" for i in layers for site in ("attn", "mlp")]
-    return {f"{name}.{key}": tensor for name in (*names, "model.output_mixer") for key, tensor in mixer.items()}
+    names.append("model.output_mixer")
+    return {f"{name}.{key}": partial(mixer.get, key) for name in names for key in mixer}
 
 
 _ATTNRES = DenseDecoderTarget(AttnResConfig, AttnResForCausalLM, "AttnRes", vanilla_fields, vanilla_note, start_values)

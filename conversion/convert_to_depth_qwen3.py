@@ -10,15 +10,12 @@ from depthmix.modeling.modeling_depth_qwen3 import DepthQwen3ForCausalLM
 
 from .conversion_target import AcceptedSource, ConversionTarget, TranslatedConfig
 from .errors import ConversionError
-from .source_configs import build_config, carried_fields, check_llama, check_vanilla, read_stock
+from .source_configs import all_fields, build_config, carried_fields, check_llama, check_vanilla, read_stock
 from .source_layouts import common_refusals, read_switch
 from .weight_maps import BASE_MODEL, CAUSAL_LM, RELEASED_LLAMA
 
 
 OPTIONS = ("depth_stride", "depth_window", "key_norm_position", "num_loops")
-
-# say what a file is, not how the model computes
-_IDENTITY_KEYS = ("model_type", "architectures", "auto_map", "transformers_version", "_name_or_path")
 
 _REFUSED_KEYS = ("mlp_bias", "scale_embeds", "no_residual", "use_p2n")
 
@@ -26,8 +23,7 @@ _REFUSED_KEYS = ("mlp_bias", "scale_embeds", "no_residual", "use_p2n")
 def from_qwen3(source: dict[str, Any], options: dict[str, Any]) -> TranslatedConfig:
     """Every field is carried; the fields of the mixing come from the options, or are this package's defaults."""
     warnings = check_vanilla(source, "Qwen3")
-    carried = {key: value for key, value in source.items() if key not in _IDENTITY_KEYS}
-    config = _depth_config({**carried, **options})
+    config = _depth_config({**all_fields(source), **options})
     warnings += _window_warnings(config)
     if config.key_norm_position != "before_rope":
         warnings.append(

@@ -49,6 +49,7 @@ from .convert_to_attnres import TARGET as ATTNRES
 from .convert_to_denseformer import TARGET as DENSEFORMER
 from .convert_to_depth_qwen3 import TARGET as DEPTH_QWEN3
 from .convert_to_mhc import TARGET as MHC
+from .convert_to_moda_olmo2 import TARGET as MODA_OLMO2
 from .errors import ConversionError
 from .model_card import make_model_card, read_card_metadata
 from .output_folder import check_apart, check_destination, staged_folder
@@ -57,7 +58,9 @@ from .source_layouts import LAYOUTS, SourceLayout, recognise_layout
 from .tensor_plan import TensorPlan, plan_tensors
 
 
-TARGETS: dict[str, ConversionTarget] = {target.name: target for target in (DEPTH_QWEN3, ATTNRES, DENSEFORMER, MHC)}
+TARGETS: dict[str, ConversionTarget] = {
+    target.name: target for target in (DEPTH_QWEN3, ATTNRES, DENSEFORMER, MHC, MODA_OLMO2)
+}
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -79,6 +82,11 @@ def convert(
     mhc_num_streams: int | None = None,
     mhc_sinkhorn_iters: int | None = None,
     mhc_sinkhorn_order: str | None = None,
+    moda_attn_slots: bool | None = None,
+    moda_ffn_slots: bool | None = None,
+    moda_attn_depth_proj: bool | None = None,
+    moda_depth_key_mode: str | None = None,
+    moda_depth_window: int | None = None,
     dtype: str | torch.dtype | None = None,
     shard_size: int | str = "5GB",
     push_to_hub: str | None = None,
@@ -101,7 +109,8 @@ def convert(
             A folder with config.json and safetensors files, or a Hub id. What is accepted depends on the target:
             for `"depth_qwen3"` these are Qwen3, and the released Depth-Attention weights with their vanilla control;
             for `"attnres"`, `"denseformer"` and `"mhc"` Qwen3, Qwen2 and Llama, and their weights and the vanilla
-            control of that release; for `"denseformer"` also such models with the module of DenseFormer's own code.
+            control of that release; for `"denseformer"` also such models with the module of DenseFormer's own code;
+            for `"moda_olmo2"` OLMo2.
         dest (`str` or `os.PathLike`):
             Folder of the result, not the current one. It must not exist or be empty, unless `overwrite` is set.
         to (`str`, *optional*, defaults to `"depth_qwen3"`):
@@ -121,8 +130,16 @@ def convert(
         *optional*):
             Fields of [`MHCConfig`]. Left out, they are what the released weights were trained with, and for vanilla
             sources 4, 20 and `"columns_first"`.
+        moda_attn_slots (`bool`, *optional*), moda_ffn_slots (`bool`, *optional*):
+            Fields of [`MoDAOlmo2Config`], as are all options of that prefix. Left out, they have its defaults: row 4
+            of the paper's table.
+        moda_attn_depth_proj (`bool`, *optional*), moda_depth_key_mode (`str`, *optional*):
+            More of them: row 5, and how the keys of slots are finished.
+        moda_depth_window (`int`, *optional*):
+            Another one: how many of the most recent slots a layer reads.
         key_norm_position (`str`, *optional*):
-            A field of all. Left out, it is `"before_rope"`, and `"after_rope"` for everything of that release.
+            A field of all but [`MoDAOlmo2Config`]. Left out, it is `"before_rope"`, and `"after_rope"` for everything
+            of that release.
         dtype (`str` or `torch.dtype`, *optional*):
             `"float32"`, `"bfloat16"` or `"float16"`. Left out, every tensor keeps its dtype.
         shard_size (`int` or `str`, *optional*, defaults to `"5GB"`):
@@ -168,6 +185,11 @@ def convert(
         "mhc_num_streams": mhc_num_streams,
         "mhc_sinkhorn_iters": mhc_sinkhorn_iters,
         "mhc_sinkhorn_order": mhc_sinkhorn_order,
+        "moda_attn_slots": moda_attn_slots,
+        "moda_ffn_slots": moda_ffn_slots,
+        "moda_attn_depth_proj": moda_attn_depth_proj,
+        "moda_depth_key_mode": moda_depth_key_mode,
+        "moda_depth_window": moda_depth_window,
     }
     options = {key: value for key, value in options.items() if value is not None}
     dtype_code = _check_dtype(dtype)

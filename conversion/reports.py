@@ -1,7 +1,9 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """What a conversion did or would do, and what a checkpoint is, as data and as text."""
 
+import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -67,6 +69,7 @@ class ConversionReport:
             f"  tensors:  {len(self.kept)} kept, {len(self.renamed)} renamed, {len(self.dropped)} dropped, "
             f"{len(self.new)} new; {format_bytes(self.nbytes)}",
             *(f"    dropped {name}" for name in self.dropped),
+            *(f"    new {names}" for names in _of_all_layers(self.new)),
             "  config:",
             *(f"    {change}" for change in self.config_changes),
             f"  files:    {_shorten(self.files)}",
@@ -169,6 +172,12 @@ def describe_config_changes(stock_config: PreTrainedConfig, config: PreTrainedCo
         elif key not in before and key in own_fields:
             changes.append(f"{key}: {value!r} (new)")
     return changes
+
+
+def _of_all_layers(names: Sequence[str]) -> list[str]:
+    """Names with the layer left out, and how many there are of each."""
+    counts = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in names)
+    return [name if count == 1 else f"{name} ({count})" for name, count in counts.items()]
 
 
 def format_bytes(nbytes: int) -> str:

@@ -11,6 +11,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from .errors import ConversionError
 
 
+# say what a file is, not how the model computes
+_IDENTITY_KEYS = ("model_type", "architectures", "auto_map", "transformers_version", "_name_or_path")
+
+
+def all_fields(source: dict[str, Any]) -> dict[str, Any]:
+    """What a target that derives from the source's configuration takes over."""
+    return {key: value for key, value in source.items() if key not in _IDENTITY_KEYS}
+
+
 def read_stock(config_class: type[PreTrainedConfig], source: dict[str, Any]) -> PreTrainedConfig:
     """A source's configuration as transformers reads it."""
     return config_class.from_dict(deepcopy(source))

@@ -236,6 +236,7 @@ LAYOUTS = (
     SourceLayout("attnres", "AttnRes (depthmix)", _model_type("attnres")),
     SourceLayout("denseformer", "DenseFormer (depthmix)", _model_type("denseformer")),
     SourceLayout("mhc", "mHC (depthmix)", _model_type("mhc")),
+    SourceLayout("moda_olmo2", "MoDAOlmo2 (depthmix)", _model_type("moda_olmo2")),
     SourceLayout("released_attnres_block", "the released code's AttnRes without recency bias", _attnres_without_bias),
     *(SourceLayout(name, title, _released_baseline(name)) for name, (title, *_) in _RELEASED_BASELINES.items()),
     SourceLayout("attention_residuals", "another form of Attention Residuals", _other_attention_residuals),
@@ -245,7 +246,7 @@ LAYOUTS = (
     SourceLayout("qwen3_p2n", "Qwen3 with several shifted passes (P2N)", _qwen3_shifted_passes),
     *(
         SourceLayout(name, title, recognise)
-        for model_type, stock_name in (("qwen3", "Qwen3"), ("qwen2", "Qwen2"), ("llama", "Llama"))
+        for model_type, stock_name in (("qwen3", "Qwen3"), ("qwen2", "Qwen2"), ("llama", "Llama"), ("olmo2", "OLMo2"))
         for name, title, recognise in (
             (f"{model_type}_dwa", f"{stock_name} with DenseFormer's averages", _dwa_modules(model_type)),
             (f"{model_type}_base", f"{stock_name} with the tensor names of its base model", _base_model(model_type)),

@@ -2,13 +2,13 @@
 """Which tensor of the source becomes which tensor of the target."""
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .checkpoint_io import FLOAT_DTYPES, Checkpoint, TensorWrite, same_values
+from .conversion_target import NewTensorsFn
 from .errors import raise_problems
 from .weight_maps import WeightMap
 
@@ -34,7 +34,7 @@ def plan_tensors(
     weight_map: WeightMap,
     model_class: type[PreTrainedModel],
     config: PreTrainedConfig,
-    new_tensors: Callable[[PreTrainedConfig], dict[str, torch.Tensor]],
+    new_tensors: NewTensorsFn,
     dtype: str | None,
 ) -> TensorPlan:
     """
@@ -45,7 +45,7 @@ def plan_tensors(
     """
     shapes, tied = _expected_tensors(model_class, config)
     start_values = new_tensors(config)
-    start_dtype = FLOAT_DTYPES[dtype or _most_common_dtype(checkpoint)]
+    start_dtype = dtype or _most_common_dtype(checkpoint)
     plan = TensorPlan()
     problems = []
 
@@ -80,7 +80,7 @@ def plan_tensors(
                         "use, or set tie_word_embeddings to false in the source's config.json and convert again."
                     )
         elif stored is None and name in start_values:
-            plan.writes.append(TensorWrite.from_tensor(name, start_values[name].to(start_dtype)))
+            plan.writes.append(TensorWrite.from_function(name, start_values[name], start_dtype, shape))
             plan.new.append(name)
         elif stored is None:
             problems.append(f"{weight_map.to_source(name)} {_where_missing(name, model_class, checkpoint)}")

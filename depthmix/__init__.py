@@ -13,7 +13,7 @@ from pkgutil import extend_path
 __path__ = extend_path(__path__, __name__)
 
 from depthmix.auto import register
-from depthmix.configuration import AttnResConfig, DenseFormerConfig, DepthQwen3Config, MHCConfig
+from depthmix.configuration import AttnResConfig, DenseFormerConfig, DepthQwen3Config, MHCConfig, MoDAOlmo2Config
 from depthmix.modeling import (
     AttnResForCausalLM,
     AttnResForSequenceClassification,
@@ -31,6 +31,10 @@ from depthmix.modeling import (
     MHCForSequenceClassification,
     MHCModel,
     MHCPreTrainedModel,
+    MoDAOlmo2ForCausalLM,
+    MoDAOlmo2ForSequenceClassification,
+    MoDAOlmo2Model,
+    MoDAOlmo2PreTrainedModel,
 )
 from depthmix.version import __version__
 
@@ -58,5 +62,10 @@ __all__ = [
     "MHCForSequenceClassification",
     "MHCModel",
     "MHCPreTrainedModel",
+    "MoDAOlmo2Config",
+    "MoDAOlmo2ForCausalLM",
+    "MoDAOlmo2ForSequenceClassification",
+    "MoDAOlmo2Model",
+    "MoDAOlmo2PreTrainedModel",
     "__version__",
 ]

@@ -35,6 +35,12 @@ AUTO_MAPS = {
         "AutoModelForCausalLM": "modeling_mhc.MHCForCausalLM",
         "AutoModelForSequenceClassification": "modeling_mhc.MHCForSequenceClassification",
     },
+    "moda_olmo2": {
+        "AutoConfig": "configuration_moda_olmo2.MoDAOlmo2Config",
+        "AutoModel": "modeling_moda_olmo2.MoDAOlmo2Model",
+        "AutoModelForCausalLM": "modeling_moda_olmo2.MoDAOlmo2ForCausalLM",
+        "AutoModelForSequenceClassification": "modeling_moda_olmo2.MoDAOlmo2ForSequenceClassification",
+    },
 }
 
 

@@ -25,6 +25,12 @@ from .modeling_mhc import (
     MHCModel,
     MHCPreTrainedModel,
 )
+from .modeling_moda_olmo2 import (
+    MoDAOlmo2ForCausalLM,
+    MoDAOlmo2ForSequenceClassification,
+    MoDAOlmo2Model,
+    MoDAOlmo2PreTrainedModel,
+)
 
 
 __all__ = [
@@ -44,4 +50,8 @@ __all__ = [
     "MHCForSequenceClassification",
     "MHCModel",
     "MHCPreTrainedModel",
+    "MoDAOlmo2ForCausalLM",
+    "MoDAOlmo2ForSequenceClassification",
+    "MoDAOlmo2Model",
+    "MoDAOlmo2PreTrainedModel",
 ]

@@ -14,6 +14,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 from transformers.utils.generic import can_return_tuple
 
@@ -91,7 +92,7 @@ def runs_plainly(norm: nn.Module) -> bool:
     take the weight and do its work; hooks, adapters, sharding, quantization and replaced forwards must be called.
     """
     return (
-        type(norm) is Qwen3RMSNorm
+        type(norm) in (Qwen3RMSNorm, Olmo2RMSNorm)
         and "forward" not in norm.__dict__
         and not has_hooks(norm)
         # fake ones stand for parameters when a model is exported
@@ -236,6 +237,13 @@ def refuse_depth_weights(config: PreTrainedConfig, kwargs: dict, reason: str) ->
     asked = kwargs.pop("output_depth_weights", None)
     if getattr(config, "output_depth_weights", False) if asked is None else asked:
         raise ValueError(f"output_depth_weights=True: {type(config).__name__} has none to return; {reason}.")
+
+
+def foreign_layer(layer_idx: int) -> RuntimeError:
+    return RuntimeError(
+        f"Layer {layer_idx} is not the one that the model was built with. Replacing, removing or skipping layers and "
+        "pipeline parallelism are not supported with depth mixing."
+    )
 
 
 @dataclass

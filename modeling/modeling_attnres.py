@@ -28,6 +28,7 @@ from .depth_modeling_common import (
     HOST_CACHE_NAME,
     DepthModelOutputWithPast,
     accepts_both_cache_names,
+    foreign_layer,
     has_hooks,
     runs_plainly,
 )
@@ -38,7 +39,6 @@ from .modeling_dense_decoder import (
     DenseDecoderLayer,
     DenseDecoderModel,
     DenseDecoderPreTrainedModel,
-    foreign_layer,
 )
 
 

@@ -110,13 +110,6 @@ class DenseDecoderLayer(GradientCheckpointingLayer):
         return self.mlp(apply_norm(self.post_attention_layernorm, hidden_states, self.depth_impl))
 
 
-def foreign_layer(layer_idx: int) -> RuntimeError:
-    return RuntimeError(
-        f"Layer {layer_idx} is not the one that the model was built with. Replacing, removing or skipping layers and "
-        "pipeline parallelism are not supported with depth mixing."
-    )
-
-
 class DenseDecoderPreTrainedModel(Qwen3PreTrainedModel):
     """What all models on this backbone share: what they support."""
 

@@ -23,6 +23,7 @@ from .depth_modeling_common import (
     DepthModelOutputWithPast,
     accepts_both_cache_names,
     apply_norm,
+    foreign_layer,
     refuse_depth_weights,
 )
 from .modeling_dense_decoder import (
@@ -32,7 +33,6 @@ from .modeling_dense_decoder import (
     DenseDecoderLayer,
     DenseDecoderModel,
     DenseDecoderPreTrainedModel,
-    foreign_layer,
 )
 
 

@@ -19,7 +19,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from torch import nn
-from transformers import LlamaForCausalLM, PreTrainedModel, Qwen3ForCausalLM
+from transformers import LlamaForCausalLM, Olmo2Config, Olmo2ForCausalLM, PreTrainedModel, Qwen3ForCausalLM
 from transformers.utils import logging
 
 from depthmix import (
@@ -31,6 +31,8 @@ from depthmix import (
     DepthQwen3ForSequenceClassification,
     MHCForCausalLM,
     MHCForSequenceClassification,
+    MoDAOlmo2ForCausalLM,
+    MoDAOlmo2ForSequenceClassification,
 )
 from depthmix.kernels import depth_implementations
 
@@ -71,12 +73,17 @@ class Family:
     defaults: dict = field(default_factory=dict)
     # a vanilla checkpoint that is read as this family keeps its function, up to the epsilon of the norms
     fresh_is_vanilla: bool = False
-    # names of the modules that a vanilla model does not have, and the one of them that has nothing to mix
+    # names of the modules that a vanilla model does not have, whether these are projections, which start at random,
+    # and the one of them that has nothing to mix
     own_modules: tuple[str, ...] = ()
+    own_are_linear: bool = False
     idle_module: str | None = None
     # whether it returns depth weights, and whether layers hand tensors on besides the hidden states
     has_depth_weights: bool = True
     has_sources: bool = True
+    # configuration fields with which the model returns the weights over depth, and under which name
+    weights_fields: dict = field(default_factory=lambda: {"output_depth_weights": True})
+    weights_name: str = "depth_weights"
 
     @property
     def densest(self) -> dict:
@@ -148,6 +155,22 @@ FAMILIES = {
         has_depth_weights=False,
         has_sources=False,
     ),
+    "moda_olmo2": Family(
+        head=MoDAOlmo2ForCausalLM,
+        classifier=MoDAOlmo2ForSequenceClassification,
+        vanilla=Olmo2ForCausalLM,
+        reader=lambda layer: layer.self_attn,
+        count_sources=lambda args, kwargs: len(kwargs["handle"]),
+        patterns={
+            "row_5": {"moda_attn_depth_proj": True},
+            "row_4_reader_norm": {"moda_depth_key_mode": "reader_norm"},
+            "window": {"moda_depth_window": 3, "moda_norm_style": "pre"},
+        },
+        own_modules=("attn_depth_kv_proj", "mlp_depth_kv_proj"),
+        own_are_linear=True,
+        weights_fields={"output_attentions": True, "attn_implementation": "eager"},
+        weights_name="attentions",
+    ),
 }
 
 
@@ -215,14 +238,17 @@ def build():
 
 @pytest.fixture
 def vanilla_twin():
-    """`vanilla_twin(model)` gives the Qwen3ForCausalLM, or without q/k norms the Llama, with the same weights."""
+    """`vanilla_twin(model)` gives its vanilla model, or without q/k norms the Llama, with the same weights."""
 
     def vanilla_twin(model):
-        vanilla_class = Qwen3ForCausalLM if getattr(model.config, "use_qk_norm", True) else LlamaForCausalLM
+        if isinstance(model.config, Olmo2Config):
+            vanilla_class = Olmo2ForCausalLM
+        else:
+            vanilla_class = Qwen3ForCausalLM if getattr(model.config, "use_qk_norm", True) else LlamaForCausalLM
         config_class = vanilla_class.config_class
         names = {*TINY, "layer_types", "sliding_window", "use_sliding_window", "tie_word_embeddings"}
         names |= {"rope_parameters", "attention_bias", "mlp_bias"}
-        names &= config_class.__dataclass_fields__.keys()
+        names &= {*config_class.__dataclass_fields__, "head_dim"}
         twin = vanilla_class(config_class(**{n: getattr(model.config, n) for n in names if hasattr(model.config, n)}))
         state = model.state_dict()
         twin.load_state_dict({name: state[name] for name in twin.state_dict()})

@@ -2,11 +2,14 @@
 """
 The depth slots that the layers of one call of a model write and read.
 
-Where kernels run, slots lie in one buffer, and so do their gradients, to which the backward of each reader adds in
-place. The handle orders autograd: it depends on all writes before, and every reader depends on it, so the gradient of
-a slot is complete when its writer's backward takes it. Autograd sees no slots there, and no gradients of the handle.
+Without gradients, slots lie in one buffer, which is the handle; of a window of recent slots it is a ring.
 
-Elsewhere, and where operations are recorded, as by `torch.compile`, the handle is the slots themselves.
+With gradients, where kernels run, slots lie in one buffer, and so do their gradients, to which the backward of each
+reader adds in place. The handle orders autograd: it depends on all writes before, and every reader depends on it, so
+the gradient of a slot is complete when its writer's backward takes it. Autograd sees no slots there, and no gradients
+of the handle.
+
+With gradients elsewhere, and where operations are recorded, as by `torch.compile`, the handle is the slots themselves.
 """
 
 from functools import partial
@@ -41,6 +44,8 @@ class DepthStream:
             How many will be written at most.
         impl (`str`, *optional*, defaults to `"auto"`):
             As in [`moda_attention`].
+        window (`int`, *optional*):
+            How many of the most recent slots readers read at most. Without gradients, no more are kept.
         grad_dtype (`torch.dtype`, *optional*):
             In what the gradients of shared slots are added up, the dtype of the slots by default.
 
@@ -49,10 +54,14 @@ class DepthStream:
         `RuntimeError`: if `impl="triton"` and Triton is not installed.
     """
 
-    def __init__(self, slots: int, *, impl: str = "auto", grad_dtype: torch.dtype | None = None):
+    def __init__(
+        self, slots: int, *, impl: str = "auto", window: int | None = None, grad_dtype: torch.dtype | None = None
+    ):
         check_implementation(impl, "DepthStream")
         self.capacity, self.impl, self.grad_dtype = slots, impl, grad_dtype
+        self.kept = slots if window is None else min(window, slots)
         self.written = 0
+        self._has_buffers = False
         # keys and values `[slots, B, T, K, D]`, and their gradients during a backward pass, where slots are shared
         self._slots: list[Tensor] | None = None
         self._grads: list[Tensor] | None = None
@@ -66,7 +75,7 @@ class DepthStream:
 
     @property
     def is_shared(self) -> bool:
-        """Whether the slots lie in one buffer; not known before the first is written."""
+        """Whether readers share the slots' gradients; not known before the first is written."""
         return self._slots is not None
 
     def write(self, handle: tuple[Tensor, ...], key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
@@ -95,22 +104,68 @@ class DepthStream:
         index = self.written
         if (dtype := autocast_dtype(key)) is not None:
             key, value = key.to(dtype), value.to(dtype)
-        if index == 0 and use_triton(self.impl, "DepthStream", slot_obstacle(key, value)) and not is_recorded():
-            self._slots = [x.new_empty((self.capacity, *x.shape)) for x in (key, value)]
-        if self._slots is not None:
-            first = self._slots[0][0]
+        if index == 0:
+            has_kernels = use_triton(self.impl, "DepthStream", slot_obstacle(key, value))
+            self._has_buffers = not torch.is_grad_enabled()
+            if self._has_buffers:
+                handle = tuple(x.new_empty((self.kept, *x.shape)) for x in (key, value))
+            elif has_kernels and not is_recorded():
+                self._slots = [x.new_empty((self.capacity, *x.shape)) for x in (key, value)]
+        if buffers := handle if self._has_buffers else self._slots:
+            first = buffers[0][0]
             if key.shape != first.shape or key.dtype is not first.dtype or value.dtype is not first.dtype:
                 raise ValueError(
                     f"key has shape {list(key.shape)} and dtype {key.dtype}, value {value.dtype}: must be those of "
                     f"the slots before, {list(first.shape)} and {first.dtype}."
                 )
         self.written += 1
+        if self._has_buffers:
+            # the layers of a model may be spread over devices: what comes next is where this layer is
+            handle = tuple(slots.to(key.device) for slots in handle)
+            for slots, tensor in zip(handle, (key, value), strict=True):
+                slots[index % self.kept].copy_(tensor)
+            return handle
         if self._slots is None:
             return (*handle, key, value)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (key, value, *handle)):
             return (_Write.apply(self, index, key, value, *handle),)
         self._store(index, key, value)
         return handle or (key.new_zeros(1, dtype=torch.float32),)
+
+    def slots(self, handle: tuple[Tensor, ...], start: int, stop: int) -> tuple[list[Tensor], list[Tensor]]:
+        """
+        Keys and values of the slots `start` to `stop - 1`, each `[B, T, Hkv, d]`, for attention of one's own.
+
+        Raises:
+            `ValueError`: if a slot has not been written, or has been written over.
+            `RuntimeError`: if readers share the slots' gradients, which kernels do with gradients.
+        """
+        self.check_span(start, stop)
+        if self.is_shared:
+            raise RuntimeError("The slots of this stream are shared by kernels: ask for impl='reference'.")
+        if self._has_buffers:
+            return tuple([slots[i % self.kept] for i in range(start, stop)] for slots in handle)
+        return tuple(list(handle[2 * start + i : 2 * stop : 2]) for i in range(2))
+
+    def check_span(self, start: int, stop: int) -> None:
+        oldest = max(0, self.written - self.kept) if self._has_buffers else 0
+        if start < stop and start < oldest:
+            raise ValueError(f"start={start}: only the {self.kept} most recent slots are kept, from {oldest} on.")
+        if not 0 <= start <= stop <= self.written:
+            raise ValueError(f"start={start}, stop={stop}: must be within the {self.written} slots written.")
+
+    def _groups(self, handle: tuple[Tensor, ...], start: int, stop: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys and values `[n, B, T, Hkv, d]` in as few tensors as there are, in any order."""
+        if not self._has_buffers:
+            return tuple([slot.unsqueeze(0) for slot in slots] for slots in self.slots(handle, start, stop))
+        first, last = start % self.kept, (stop - 1) % self.kept + 1
+        if start == stop:
+            spans = []
+        elif stop - start == self.kept:
+            spans = [(0, self.kept)]
+        else:
+            spans = [(first, last)] if first < last else [(first, self.kept), (0, last)]
+        return tuple([slots[a:b] for a, b in spans] for slots in handle)
 
     def _store(self, index: int, key: Tensor, value: Tensor) -> None:
         for slots, tensor in zip(self._slots, (key, value), strict=True):
@@ -236,19 +291,19 @@ def moda_attention_over_stream(
         As [`moda_attention`].
 
     Raises:
-        `ValueError`: if shapes or dtypes do not fit together, or a slot has not been written.
+        `ValueError`: if shapes or dtypes do not fit together, or a slot has not been written, or has been written
+            over.
         `RuntimeError`: if the stream's `impl` is `"triton"` and cannot run.
     """
-    if not 0 <= start <= stop <= stream.written:
-        raise ValueError(f"start={start}, stop={stop}: must be within the {stream.written} slots written.")
+    stream.check_span(start, stop)
     if stream.is_shared and start < stop:
         output, log_sum_exp = _attend_to_shared(
             *(query, key, value, stream, handle, (start, stop), depth_query, scaling, attention_mask, is_causal)
         )
         return (output, log_sum_exp) if return_lse else output
-    if stream.is_shared:
-        handle = ()
-    keys, values = ([slot.unsqueeze(0) for slot in handle[2 * start + i : 2 * stop : 2]] for i in range(2))
+    keys, values = ([], []) if stream.is_shared else stream._groups(handle, start, stop)
+    # the layers of a model may be spread over devices
+    keys, values = ([slots.to(query.device) for slots in group] for group in (keys, values))
     return attend(
         *(query, key, value, keys, values, depth_query, scaling),
         *(attention_mask, is_causal, return_lse, stream.impl),

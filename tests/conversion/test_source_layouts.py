@@ -52,6 +52,8 @@ NORMS = ("model.layers.0.self_attn.q_norm.weight", "model.layers.0.self_attn.k_n
         ({"model_type": "kimi_linear", "attn_res_block_size": 12}, (), "attention_residuals"),
         ({"model_type": "qwen3", "attnres_num_blocks": 4}, NORMS, "attention_residuals"),
         ({"model_type": "attnres"}, (), "attnres"),
+        ({"model_type": "moda_olmo2"}, (), "moda_olmo2"),
+        ({"model_type": "olmo2"}, (), "olmo2"),
         ({"model_type": "qwen2"}, (), "qwen2"),
         ({"model_type": "qwen2"}, ("embed_tokens.weight",), "qwen2_base"),
         ({"model_type": "llama"}, ("embed_tokens.weight",), "llama_base"),

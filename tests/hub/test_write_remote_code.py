@@ -245,7 +245,10 @@ def test_command_adds_code(build, assert_complete, tmp_path):
     ("config", "message"),
     [
         (None, "has no config.json"),
-        ({"model_type": "qwen3"}, "model_type is 'qwen3', must be one of attnres, denseformer, depth_qwen3, mhc"),
+        (
+            {"model_type": "qwen3"},
+            "model_type is 'qwen3', must be one of attnres, denseformer, depth_qwen3, mhc, moda_olmo2",
+        ),
         ({}, "model_type is None"),
     ],
 )

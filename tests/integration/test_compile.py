@@ -95,13 +95,13 @@ def test_static_cache_decoding(family, build_awake, token_ids, logits_of, counti
 def test_depth_weights(build_awake, token_ids, counting, family):
     if not family.has_depth_weights:
         pytest.skip("this family returns none")
-    model = build_awake(family, **family.densest)
+    model = build_awake(family, **family.densest, **family.weights_fields)
     ids = token_ids(2, 12)
     compiled = torch.compile(model, fullgraph=True, backend=counting)
     with torch.no_grad():
         # the host library's recorders install themselves in the first call, which therefore cannot be compiled
-        expected = model(ids, use_cache=False, output_depth_weights=True).depth_weights
-        actual = compiled(ids, use_cache=False, output_depth_weights=True).depth_weights
+        expected = model(ids, use_cache=False)[family.weights_name]
+        actual = compiled(ids, use_cache=False)[family.weights_name]
     for weights, own in zip(actual, expected, strict=True):
         assert_close(weights, own)
 

@@ -72,8 +72,11 @@ def test_vanilla_checkpoint(family, load, build_awake, vanilla_twin, token_ids, 
     model = load(family, tmp_path)
     assert model.config.model_type == family.head.config_class.model_type
     # what the checkpoint does not have is as in a model that was just built
-    fresh = family.head(model.config).state_dict()
+    fresh = (model if family.own_are_linear else family.head(model.config)).state_dict()
     own = {name: tensor for name, tensor in fresh.items() if family.is_own(name)}
+    if family.own_are_linear:
+        stds = {name: tensor.std().item() for name, tensor in own.items()}
+        assert stds == {name: pytest.approx(model.config.initializer_range, rel=0.1) for name in own}
     assert_same_weights(model, vanilla.state_dict(), besides=own)
     assert_fresh_buffers(model)
     # and the mixing is there

@@ -41,8 +41,8 @@ def test_lora(family, targets, build_awake, token_ids, logits_of, tmp_path):
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     model = peft.get_peft_model(base, lora(TARGETS[targets]))
     names = {name.split(".lora_")[0].rsplit(".", 1)[-1] for name, p in model.named_parameters() if p.requires_grad}
-    mlp = {"gate_proj", "up_proj", "down_proj"}
-    assert names == (set(TARGETS["attention"]) | mlp if targets == "all_linear" else set(TARGETS[targets]))
+    others = {"gate_proj", "up_proj", "down_proj", *(family.own_modules if family.own_are_linear else ())}
+    assert names == (set(TARGETS["attention"]) | others if targets == "all_linear" else set(TARGETS[targets]))
 
     for _ in range(2):
         train_one_step(model, ids)

@@ -114,7 +114,7 @@ def test_checkpointing_trains_as_without(family, build_awake, rows, train):
 def test_evaluate_and_predict(family, output_depth_weights, build_awake, rows, tmp_path):
     if output_depth_weights and not family.has_depth_weights:
         pytest.skip("this family returns none")
-    model = build_awake(family, **({"output_depth_weights": True} if output_depth_weights else {}))
+    model = build_awake(family, **(family.weights_fields if output_depth_weights else {}))
     assert model.config.use_cache
     data = rows(6)
     arguments = TrainingArguments(
@@ -129,7 +129,7 @@ def test_evaluate_and_predict(family, output_depth_weights, build_awake, rows, t
     predictions = trainer.predict(data).predictions
     if output_depth_weights:
         predictions, depth_weights = predictions
-        for weights, own in zip(depth_weights, expected.depth_weights, strict=True):
+        for weights, own in zip(depth_weights, expected[family.weights_name], strict=True):
             assert np.abs(weights - own.numpy()).max() <= 2e-5
     assert isinstance(predictions, np.ndarray)
     assert np.abs(predictions - expected.logits.numpy()).max() <= 2e-5

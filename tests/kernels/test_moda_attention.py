@@ -693,6 +693,32 @@ class TestStream:
         with torch.no_grad():
             torch.testing.assert_close(layers(impl)[-1], expected.detach(), atol=1e-5, rtol=1e-5)
 
+    @torch.no_grad()
+    @pytest.mark.parametrize("impl", IMPLS)
+    @pytest.mark.parametrize("window", [1, 2, 3, 7, 20])
+    def test_window_without_gradients(self, impl, window):
+        """A ring of so many slots, whatever part of it is read; with gradients all are kept."""
+        slots = [draw(2, 5, 2, 8, seed=i) for i in range(14)]
+        query, key, value = (draw(2, heads, 5, 8, seed=20 + i) for i, heads in enumerate((4, 2, 2)))
+        stream = DepthStream(7, impl=impl, window=window)
+        handle = stream.handle
+        for stop in range(1, 8):
+            handle = stream.write(handle, slots[2 * stop - 2], slots[2 * stop - 1])
+            oldest = max(0, stop - window)
+            for start in range(oldest, stop):
+                read = moda_attention_over_stream(query, key, value, stream, handle, start=start, stop=stop)
+                stacked = (torch.stack(slots[2 * start + i : 2 * stop : 2]) for i in range(2))
+                expected = moda_attention(query, key, value, *stacked, impl="reference")
+                torch.testing.assert_close(read, expected, atol=1e-5, rtol=1e-5)
+                for i, found in enumerate(stream.slots(handle, start, stop)):
+                    assert all(map(torch.equal, found, slots[2 * start + i : 2 * stop : 2]))
+            if oldest:
+                with pytest.raises(
+                    ValueError, match=f"only the {window} most recent slots are kept, from {oldest} on"
+                ):
+                    stream.slots(handle, oldest - 1, stop)
+        assert [tuple(tensor.shape) for tensor in handle] == [(min(window, 7), 2, 5, 2, 8)] * 2
+
     @pytest.mark.parametrize("impl", FAST_IMPLS)
     def test_autocast(self, impl):
         layers = Layers()

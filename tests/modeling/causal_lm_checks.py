@@ -89,7 +89,9 @@ def next_token_loss(logits, ids):
 class CausalLMChecks:
     # name -> fields of the configuration
     variants: ClassVar[dict[str, dict]] = {"default": {}}
-    # those of them whose logits change when all positions shift
+    # the attention implementations that the family accepts
+    attentions: ClassVar[tuple[str, ...]] = ("eager", "sdpa", "flex_attention")
+    # those of the variants whose logits change when all positions shift
     absolute_variants: ClassVar[set[str]] = set()
     # those of them that run with no other attention than that of transformers
     looped_variants: ClassVar[set[str]] = set()
@@ -100,6 +102,8 @@ class CausalLMChecks:
     def pytest_generate_tests(self, metafunc):
         if "variant" in metafunc.fixturenames:
             metafunc.parametrize("variant", self.variants)
+        if "any_attention" in metafunc.fixturenames:
+            metafunc.parametrize("any_attention", self.attentions)
 
     @staticmethod
     def first_state(model, embeddings):
@@ -112,15 +116,19 @@ class CausalLMChecks:
         assert_awake(model)
         return model
 
-    @pytest.fixture(params=["eager", "sdpa", "flex_attention"])
-    def attention(self, request):
+    @pytest.fixture
+    def attention(self, any_attention):
         # flex attention in its unfused form, since its kernels for CPUs take minutes to compile
         with torch.compiler.set_stance("force_eager"):
-            yield request.param
+            yield any_attention
+
+    def num_depth_columns(self, model, layer):
+        """How many columns the attention weights of a layer have besides those of the tokens."""
+        return 0
 
     @pytest.fixture
     def has_sliding_layers(self, model):
-        return "sliding_attention" in model.config.layer_types
+        return "sliding_attention" in (getattr(model.config, "layer_types", None) or ())
 
     # the cache argument
 
@@ -392,10 +400,11 @@ class CausalLMChecks:
         outputs = model(ids, output_attentions=True)
         assert torch.equal(outputs.logits, model(ids).logits)
         assert len(outputs.attentions) == num_layers(model)
-        for attention in outputs.attentions:
-            assert attention.shape == (2, model.config.num_attention_heads, 7, 7)
+        for layer, attention in enumerate(outputs.attentions):
+            columns = 7 + self.num_depth_columns(model, layer)
+            assert attention.shape == (2, model.config.num_attention_heads, 7, columns)
             assert_close(attention.sum(-1), torch.ones(attention.shape[:-1]))
-            assert (attention.triu(1) == 0).all()
+            assert (attention[..., :7].triu(1) == 0).all()
 
     @torch.no_grad()
     def test_tuple_outputs(self, model, token_ids):

@@ -5,6 +5,7 @@ import torch
 from hypothesis import strategies as st
 from plain_decoder import plain_frequencies
 from torch import nn
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 
@@ -20,11 +21,11 @@ class ExactNorm(nn.Module):
 class ExactRotary(nn.Module):
     def __init__(self, fields):
         super().__init__()
-        self.frequencies, self.factor = plain_frequencies(fields)
+        self.frequencies, self.attention_scaling = plain_frequencies(fields)
 
     def forward(self, x, position_ids):
         angles = (position_ids[..., None] * self.frequencies).repeat(1, 1, 2)
-        return angles.cos() * self.factor, angles.sin() * self.factor
+        return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
 
 
 def exact(model, kept=()):
@@ -35,7 +36,7 @@ def exact(model, kept=()):
     model.double()
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if isinstance(child, Qwen3RMSNorm) and name not in kept:
+            if isinstance(child, Qwen3RMSNorm | Olmo2RMSNorm) and name not in kept:
                 setattr(module, name, ExactNorm(child))
     model.model.rotary_emb = ExactRotary(model.config.to_dict())
     return model
