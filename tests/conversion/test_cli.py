@@ -1,6 +1,7 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """The `depthmix` command."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -52,6 +53,27 @@ def test_convert_and_inspect(qwen3_source, tmp_path, capsys):
     text = capsys.readouterr().out
     assert f"{source}: Qwen3 (model_type is 'qwen3')" in text
     assert "to depth_qwen3: yes, with depth_stride=2, depth_window=0, key_norm_position='before_rope'" in text
+
+
+@pytest.mark.parametrize(
+    ("target", "options"),
+    [
+        ("denseformer", {"dwa_dilation": 2, "dwa_period": 3}),
+        ("mhc", {"mhc_num_streams": 3, "mhc_sinkhorn_iters": 5, "mhc_sinkhorn_order": "rows_first"}),
+        ("depth_qwen3", {"num_loops": 2, "key_norm_position": "after_rope"}),
+    ],
+)
+def test_options_of_other_targets(target, options, qwen3_source, tmp_path, capsys):
+    dest = tmp_path / "converted"
+    flags = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    main(["convert", str(qwen3_source()), str(dest), "--to", target, *flags])
+    text = capsys.readouterr().out
+    assert all(f"{name}: {value!r} (new)" in text for name, value in options.items())
+    config = json.loads((dest / "config.json").read_text())
+    assert {name: config[name] for name in options} == options
+    main(["inspect", str(dest)])
+    text = capsys.readouterr().out
+    assert all(f"{name}={value}" in text for name, value in options.items())
 
 
 def test_dry_run(qwen3_source, tmp_path, capsys):
