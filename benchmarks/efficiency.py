@@ -33,14 +33,18 @@ class System:
         paper_train (`dict`), paper_prefill (`float`, *optional*):
             What the table of the Depth-Attention paper (arXiv 2606.05014) says of it: by how many per cent a train
             step takes longer, by size, and by how many GiB a prefill of 128K tokens takes more memory.
+        yardstick (`str`):
+            The system that it is compared with.
     """
 
     model: str
     paper_train: dict[str, float]
     paper_prefill: float | None = None
+    yardstick: str = "vanilla"
 
 
-# the first is the yardstick; the second, the model of transformers, shows what the fused operations save all others
+# yardsticks are fused like all others; what that saves them is seen from the model of transformers. MoDA is OLMo2 of
+# the same size
 SYSTEMS = {
     "vanilla": System("fused vanilla", {}),
     "stock Qwen3": System("stock Qwen3", {}),
@@ -49,6 +53,8 @@ SYSTEMS = {
     "AttnRes Full": System("AttnRes Full", {}),
     "DenseFormer": System("DenseFormer", {"1.5b": 50.6, "3b": 47.9}, 24.0),
     "mHC": System("mHC", {"1.5b": 321.0, "3b": 308.0}, 1.5),
+    "vanilla OLMo2": System("fused OLMo2", {}, yardstick="vanilla OLMo2"),
+    "MoDA": System("MoDA row 4", {}, yardstick="vanilla OLMo2"),
 }
 
 
@@ -80,7 +86,7 @@ class Row:
     """
     One system. Operations are per token of a train sequence; milliseconds are medians; memory is what a step takes at
     its peak besides what was there before (weights, optimizer state, cache), in GiB; the ratios and the extra memory
-    are against the first row. None where it did not fit into memory, or where the paper says nothing.
+    are against its yardstick. None where it did not fit into memory, or where the paper says nothing.
     """
 
     system: str
@@ -192,9 +198,10 @@ def fits(name: str, case: str, run: Callable):
 
 
 def compared(rows: list[Row]) -> list[Row]:
-    """The rows with their ratios to the first one, and with the memory that they take more than it."""
-    first = Row(**vars(rows[0]))
+    """The rows with their ratios to their yardsticks, and with the memory that they take more than these."""
+    firsts = {row.system: Row(**vars(row)) for row in rows}
     for row in rows:
+        first = firsts[SYSTEMS[row.system].yardstick]
         for ratio, value in (
             ("train_ratio", "train_ms"),
             ("train_gib_ratio", "train_gib"),
@@ -260,14 +267,15 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(f"--size {size} needs a GPU; --size tiny tries the command out")
     else:
         models.SELECTED[:] = [SYSTEMS[name].model for name in arguments.systems]
-        models.check_function(size)
-        release_memory()
+        for gate in (size, *(["700m"] if "MoDA" in arguments.systems else [])):
+            models.check_function(gate)
+            release_memory()
     print(*(f"{name} {value}" for name, value in environment().items()), sep=", ", flush=True)
 
     arguments.output.mkdir(parents=True, exist_ok=True)
     path = arguments.output / f"efficiency_{size}.csv"
-    # the yardstick first, whatever else is asked for
-    names = dict.fromkeys([next(iter(SYSTEMS)), *arguments.systems])
+    # yardsticks first, whatever else is asked for
+    names = dict.fromkeys(each for name in arguments.systems for each in (SYSTEMS[name].yardstick, name))
     measured = []
     for name in names:
         measured.append(measure_system(name, size))

@@ -46,28 +46,35 @@ def cost(config: PreTrainedConfig, length: int) -> Cost:
     loops = getattr(config, "num_loops", 1)
     of_layers, others = _vanilla_parameters(config)
     # a matrix is read once per token, an embedding looked up, and a norm's weight is no matrix
-    layer_flops = 2 * _matrix_parameters(config) + 4 * config.num_attention_heads * config.head_dim * length
+    layer_flops = 2 * _matrix_parameters(config) + 4 * config.num_attention_heads * _head_dim(config) * length
     vanilla_flops = config.num_hidden_layers * layer_flops + 2 * config.hidden_size * config.vocab_size
     extra_flops = (loops - 1) * config.num_hidden_layers * layer_flops + mixing.flops(config)
     added = mixing.parameters(config)
-    state = 2 * 2 * loops * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    state = 2 * 2 * loops * config.num_hidden_layers * config.num_key_value_heads * _head_dim(config)
     return Cost(of_layers + others + added, added, vanilla_flops + extra_flops, extra_flops, state)
+
+
+def _head_dim(config: PreTrainedConfig) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def _matrix_parameters(config: PreTrainedConfig) -> int:
     """Of one layer."""
     heads = 2 * config.num_attention_heads + 2 * config.num_key_value_heads
-    return config.hidden_size * (heads * config.head_dim + 3 * config.intermediate_size)
+    return config.hidden_size * (heads * _head_dim(config) + 3 * config.intermediate_size)
 
 
 def _vanilla_parameters(config: PreTrainedConfig) -> tuple[int, int]:
     """Those of all layers, and the others."""
-    hidden, kv_size = config.hidden_size, config.num_key_value_heads * config.head_dim
+    hidden, head_dim = config.hidden_size, _head_dim(config)
+    query_size, kv_size = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
     per_layer = _matrix_parameters(config) + 2 * hidden
-    if getattr(config, "use_qk_norm", True):
-        per_layer += 2 * config.head_dim
+    if config.model_type in ("olmo2", "moda_olmo2"):
+        per_layer += query_size + kv_size
+    elif getattr(config, "use_qk_norm", True):
+        per_layer += 2 * head_dim
     if config.attention_bias:
-        per_layer += config.num_attention_heads * config.head_dim + 2 * kv_size
+        per_layer += query_size + 2 * kv_size
     if getattr(config, "attention_output_bias", config.attention_bias):
         per_layer += hidden
     if getattr(config, "mlp_bias", False):
@@ -116,6 +123,18 @@ def _mhc_flops(config: PreTrainedConfig) -> int:
     return 2 * config.num_hidden_layers * (norm_and_projection + read + write) + 2 * streams * hidden
 
 
+def _moda_parameters(config: PreTrainedConfig) -> int:
+    projections = config.moda_ffn_slots + config.moda_attn_depth_proj
+    kv_size = config.num_key_value_heads * _head_dim(config)
+    return (config.num_hidden_layers - 1) * projections * 2 * config.hidden_size * kv_size
+
+
+def _moda_flops(config: PreTrainedConfig) -> int:
+    # the projections are matrices; of each slot that a head reads, a score and its part of the sum
+    read = sum(stop - start for start, stop in config.depth_slots)
+    return 2 * _moda_parameters(config) + 4 * config.num_attention_heads * _head_dim(config) * read
+
+
 NO_MIXING = Mixing(lambda config: 0, lambda config: 0)
 # by model type
 MIXING = {
@@ -126,4 +145,5 @@ MIXING = {
         _denseformer_flops,
     ),
     "mhc": Mixing(_mhc_parameters, _mhc_flops),
+    "moda_olmo2": Mixing(_moda_parameters, _moda_flops),
 }

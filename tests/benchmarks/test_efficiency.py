@@ -16,11 +16,14 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 def test_tiny(tmp_path):
     command = [sys.executable, "-m", "benchmarks.efficiency", "--size", "tiny", "--output", tmp_path]
-    subprocess.run([*command, "--systems", "DenseFormer"], cwd=ROOT, check=True, stdout=subprocess.PIPE)
+    subprocess.run([*command, "--systems", "DenseFormer", "MoDA"], cwd=ROOT, check=True, stdout=subprocess.PIPE)
     lines = (tmp_path / "efficiency_tiny.csv").read_text().splitlines()
     rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
-    assert [row["system"] for row in rows] == ["vanilla", "DenseFormer"]
-    vanilla, denseformer = rows
+    assert [row["system"] for row in rows] == ["vanilla", "DenseFormer", "vanilla OLMo2", "MoDA"]
+    vanilla, denseformer, olmo2, moda = rows
+    # a projection in all layers but the last; each system has a yardstick of its own backbone
+    assert int(moda["added_parameters"]) == int(moda["parameters"]) - int(olmo2["parameters"]) == 3 * 2 * 64 * 32
+    assert abs(float(moda["train_ratio"]) / (float(moda["train_ms"]) / float(olmo2["train_ms"])) - 1) < 0.01
     # four averages, of 2 to 5 states of 64 channels
     assert int(denseformer["added_parameters"]) == int(denseformer["parameters"]) - int(vanilla["parameters"]) == 14
     assert int(denseformer["forward_flops"]) - int(vanilla["forward_flops"]) == 64 * (3 + 5 + 7 + 9)

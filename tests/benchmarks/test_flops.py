@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Olmo2Config, Olmo2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from depthmix import (
     AttnResConfig,
@@ -19,6 +19,8 @@ from depthmix import (
     DepthQwen3ForCausalLM,
     MHCConfig,
     MHCForCausalLM,
+    MoDAOlmo2Config,
+    MoDAOlmo2ForCausalLM,
 )
 
 
@@ -42,7 +44,18 @@ MODELS = {
     "DenseFormer": DenseFormerForCausalLM(DenseFormerConfig(**SHAPE)),
     "DenseFormer 2x3": DenseFormerForCausalLM(DenseFormerConfig(**SHAPE, dwa_dilation=2, dwa_period=3)),
     "mHC": MHCForCausalLM(MHCConfig(**SHAPE)),
+    "vanilla OLMo2": Olmo2ForCausalLM(Olmo2Config(**SHAPE)),
+    "MoDA": MoDAOlmo2ForCausalLM(MoDAOlmo2Config(**SHAPE)),
+    "MoDA row 5, window": MoDAOlmo2ForCausalLM(
+        MoDAOlmo2Config(**SHAPE, moda_attn_depth_proj=True, moda_depth_window=3)
+    ),
 }
+
+
+def vanilla_of(name):
+    return MODELS["vanilla OLMo2" if "MoDA" in name or "OLMo2" in name else "vanilla"]
+
+
 # what the plain PyTorch forms do more than needed, such as a norm before a dot product in place of a factor after it
 SLACK = {"AttnRes block": 1.35, "AttnRes full": 1.25, "mHC": 1.15}
 
@@ -91,7 +104,7 @@ def test_parameters(flops, name):
     model = MODELS[name]
     result = flops.cost(model.config, TOKENS)
     assert result.parameters == model.num_parameters()
-    assert result.added_parameters == result.parameters - MODELS["vanilla"].num_parameters()
+    assert result.added_parameters == result.parameters - vanilla_of(name).num_parameters()
 
 
 @pytest.mark.parametrize("fields", [{"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}])
@@ -102,14 +115,14 @@ def test_parameters_of_other_backbones(flops, fields):
 
 def test_vanilla_flops(flops):
     """Matrix products only, so the counter finds them all, and the angles of the rotation on some versions."""
-    for name in ("vanilla", "looped"):
+    for name in ("vanilla", "looped", "vanilla OLMo2"):
         assert flops.cost(MODELS[name].config, TOKENS).flops == pytest.approx(counted(MODELS[name], {}), rel=1e-4)
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("vanilla", "looped")])
+@pytest.mark.parametrize("name", [name for name in MODELS if "vanilla" not in name and name != "looped"])
 def test_extra_flops(flops, name):
     """Beside the element-wise operations that the plain PyTorch forms do more than the vanilla model."""
-    found = counted(MODELS[name], ELEMENT_WISE) - counted(MODELS["vanilla"], ELEMENT_WISE)
+    found = counted(MODELS[name], ELEMENT_WISE) - counted(vanilla_of(name), ELEMENT_WISE)
     formula = flops.cost(MODELS[name].config, TOKENS).extra_flops
     assert 0.94 * formula <= found <= SLACK.get(name, 1.05) * formula
 
