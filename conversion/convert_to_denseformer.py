@@ -4,6 +4,7 @@ Conversion to DenseFormer: from Qwen3, Qwen2 and Llama, from such models with th
 from the released DenseFormer weights and their vanilla control.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -52,10 +53,10 @@ def vanilla_note(config: DenseFormerConfig) -> str:
     )
 
 
-def start_values(config: DenseFormerConfig) -> dict[str, torch.Tensor]:
+def start_values(config: DenseFormerConfig) -> dict[str, Callable[[], torch.Tensor]]:
     """The weights of every average of a model that was just built."""
     return {
-        f"model.layers.{i}.depth_average.weight": DepthAverage.identity(len(read))
+        f"model.layers.{i}.depth_average.weight": partial(DepthAverage.identity, len(read))
         for i, read in enumerate(config.average_sources)
         if read
     }

@@ -1,6 +1,7 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """Conversion to mHC: from Qwen3, Qwen2 and Llama, and from the released mHC weights and their vanilla control."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -37,13 +38,13 @@ def vanilla_note(config: MHCConfig) -> str:
     )
 
 
-def start_values(config: MHCConfig) -> dict[str, torch.Tensor]:
+def start_values(config: MHCConfig) -> dict[str, Callable[[], torch.Tensor]]:
     """The parameters of every connection and of the readout of a model that was just built."""
-    connection = MHCConnection(config).state_dict()
+    connection, readout = MHCConnection(config).state_dict(), MHCReadout(config).state_dict()
     layers = range(config.num_hidden_layers)
     names = [f"model.layers.{i}.{site}_connection" for i in layers for site in ("attn", "mlp")]
-    values = {f"{name}.{key}": tensor for name in names for key, tensor in connection.items()}
-    return values | {f"model.stream_readout.{key}": value for key, value in MHCReadout(config).state_dict().items()}
+    values = {f"{name}.{key}": partial(connection.get, key) for name in names for key in connection}
+    return values | {f"model.stream_readout.{key}": partial(readout.get, key) for key in readout}
 
 
 _MHC = DenseDecoderTarget(

@@ -13,6 +13,7 @@ from depthmix.modeling.modeling_moda_olmo2 import MoDAOlmo2ForCausalLM
 
 from .conversion_target import AcceptedSource, ConversionTarget, TranslatedConfig
 from .source_configs import all_fields, build_config, check_vanilla, read_stock
+from .source_layouts import common_refusals
 from .weight_maps import BASE_MODEL, CAUSAL_LM
 
 
@@ -60,7 +61,9 @@ TARGET = ConversionTarget(
         "olmo2": AcceptedSource(from_olmo2, CAUSAL_LM, start_values),
         "olmo2_base": AcceptedSource(from_olmo2, BASE_MODEL, start_values),
     },
-    refusals={
+    refusals=common_refusals(MoDAOlmo2Config.model_type, "Mixture-of-Depths Attention", "Depth-Attention")
+    | {
+        "released_experiment": "It does not compute Mixture-of-Depths Attention.",
         "moda_olmo2": (
             "It already is what it would become: load it as it is, or with another window, "
             "`from_pretrained(path, moda_depth_window=...)`."

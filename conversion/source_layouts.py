@@ -219,7 +219,7 @@ def common_refusals(target: str, mixing: str, release: str) -> dict[str, str]:
         for layout, home in _HOMES.items()
         if home != target
     }
-    for home in set(_HOMES.values()):
+    for home in {*_HOMES.values(), "moda_olmo2"}:
         refusals[home] = f"It does not compute {mixing}, but what {home} does: load it as it is."
     return refusals | {
         target: "It already is what it would become: load it as it is.",

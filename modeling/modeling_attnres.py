@@ -240,9 +240,11 @@ class AttnResDecoderLayer(DenseDecoderLayer):
         )
         ended = ()
         if self.ends_block_before_attention:
-            ended = (partial,)
+            ended = (hidden_states,)
             # a block's sum starts in the dtype of the stream, which under autocast is not that of the update
             sources, partial, update = (*sources, partial), None, update.to(partial.dtype)
+        # what leaves the layer is the sum itself, not a view of it, since FSDP2 warns of modules that return views
+        started = update if partial is None else None
         partial, mixed, mlp_depth_weights = mix_and_norm(
             self.mlp_mixer,
             self.post_attention_layernorm,
@@ -254,7 +256,7 @@ class AttnResDecoderLayer(DenseDecoderLayer):
         )
         update = self.mlp(mixed)
         if self.ends_block_before_mlp:
-            outputs = update.to(partial.dtype), *ended, partial
+            outputs = update.to(partial.dtype), *ended, partial if started is None else started
         else:
             outputs = partial + update, *ended
         if output_depth_weights:

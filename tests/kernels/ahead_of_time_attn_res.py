@@ -54,7 +54,7 @@ def launches_of(hidden_size, sources, sites, dtype, extras, recomputed):
         k.attn_res_phase_1_forward([value[:8] for value in values], *every, 1e-6, True)
         outputs = k.attn_res_phase_1_forward(values, *every, 1e-6, True)
         k.attn_res_phase_1_backward(
-            outputs[:sites], outputs[sites:-1], values if extras else [], values, *every, outputs[-1]
+            values[:1] * sites, outputs[-1 - sites : -1], values if extras else [], values, *every, outputs[-1]
         )
         phase_2 = (values[0], log_sum_exp, values[0], values[0], *one, [])
         *_, scalars = k.attn_res_phase_2_forward(*phase_2, 1e-6, 1, True)

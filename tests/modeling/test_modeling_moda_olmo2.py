@@ -46,11 +46,11 @@ class TestCausalLM(CausalLMChecks):
         return stop - start
 
     @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-    def test_continuous_batching(self, model, token_ids, attention):
+    def test_continuous_batching(self, model, variant, token_ids, attention):
         """Refused where an implementation of another name would take over, which knows no slots."""
         expected = model(token_ids(2, 5)).logits
         try:
-            super().test_continuous_batching(model, token_ids, attention)
+            super().test_continuous_batching(model, variant, token_ids, attention)
         except ValueError as error:
             assert str(error).startswith(f"attn_implementation='paged|{attention}': must be one of sdpa, eager")
         else:
