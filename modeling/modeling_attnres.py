@@ -240,10 +240,12 @@ class AttnResDecoderLayer(DenseDecoderLayer):
         )
         ended = ()
         if self.ends_block_before_attention:
-            ended = (hidden_states,)
+            # FSDP2, which warns of modules that return views, makes one of what goes in
+            is_view = not torch.compiler.is_compiling() and hidden_states._is_view()
+            ended = (hidden_states.clone() if is_view else hidden_states,)
             # a block's sum starts in the dtype of the stream, which under autocast is not that of the update
             sources, partial, update = (*sources, partial), None, update.to(partial.dtype)
-        # what leaves the layer is the sum itself, not a view of it, since FSDP2 warns of modules that return views
+        # what leaves the layer is the sum itself, not a view of it
         started = update if partial is None else None
         partial, mixed, mlp_depth_weights = mix_and_norm(
             self.mlp_mixer,

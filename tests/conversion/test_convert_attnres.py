@@ -323,7 +323,7 @@ class TestRefusals:
 def test_inspect_names_all_targets(vanilla_source):
     conversions = inspect_checkpoint(vanilla_source("qwen3")).conversions
     assert list(conversions) == ["depth_qwen3", "attnres", "denseformer", "mhc", "moda_olmo2"]
-    assert conversions.pop("moda_olmo2").startswith("no: ")
+    assert conversions.pop("moda_olmo2").startswith("no. ")
     assert all(outcome.startswith("yes, with ") for outcome in conversions.values())
     fields = "attnres_variant='block', attnres_block_size=1, attnres_recency_bias=False, attnres_scale='sum'"
     assert conversions["attnres"].startswith(f"yes, with {fields}, key_norm_position='before_rope'")
