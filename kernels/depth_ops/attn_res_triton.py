@@ -7,16 +7,17 @@ Bytes, in units of one hidden state (tokens x hidden size), with N finished bloc
     kernel               reads              writes
     single site          N                  1
     single site, bwd     N + 1              N
-    phase 1              N twice            S
-    phase 1, bwd         N + S twice, N     N       (the second time, in part, from a cache)
+    phase 1              2 N                S       (1 and 0 of a single source, which is its own mix)
+    phase 1, bwd         3 N + 2 S          N       (N + S of them a second time, in part from a cache)
     phase 2              3                  2       (2 and 1 where there is nothing to add)
     phase 2, bwd         4                  2       (3 + N and 2 where phase 1's output is computed again)
 
 The rest is small: logits, inverse root mean squares, log-sum-exps and their gradients are scalars per token, and the
 gradients of queries and norms are sums over tokens, first within a program and then over programs.
 
-A program holds whole rows, one for each token. A tensor `[tokens, D]` is handed to a kernel as the tuple of its
-pointer and its row stride; sources stay separate tensors.
+Phase 1 of many tokens is made of matrix products, over columns or sites; in all else a program holds whole rows. A
+tensor `[tokens, D]` is handed to a kernel as the tuple of its pointer and its row stride; sources stay separate
+tensors.
 
 Legend: T tokens, D hidden size, N sources, S sites, P programs; in the kernels R rows of a program.
 """
