@@ -6,6 +6,8 @@ from typing import Literal
 from huggingface_hub.dataclasses import strict
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
+from .configuration_depth_common import take_model_type
+
 
 @strict
 class DenseDecoderConfig(Qwen3Config):
@@ -50,15 +52,7 @@ class DenseDecoderConfig(Qwen3Config):
     depth_impl: Literal["auto", "triton", "reference"] = "auto"
 
     def __post_init__(self, **kwargs):
-        # reading a vanilla checkpoint into a subclass must not leave its model type on the instance
-        model_type = kwargs.pop("model_type", None)
-        if model_type not in (None, *(getattr(base, "model_type", None) for base in type(self).__mro__)):
-            # others have the same fields with other defaults, or the same weights and another function
-            raise ValueError(
-                f"model_type={model_type!r}: {type(self).__name__} reads configurations of its own and of Qwen3. To "
-                f"get a {type(self).model_type} model from another checkpoint, convert it: "
-                f"depthmix convert SOURCE DEST --to {type(self).model_type}"
-            )
+        take_model_type(self, kwargs)
         if self.attention_output_bias is None:
             self.attention_output_bias = self.attention_bias
         if not self.use_qk_norm:

@@ -7,6 +7,8 @@ from typing import Literal
 from huggingface_hub.dataclasses import strict
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
+from .configuration_depth_common import take_model_type
+
 
 @strict
 class DepthQwen3Config(Qwen3Config):
@@ -63,14 +65,7 @@ class DepthQwen3Config(Qwen3Config):
     output_depth_weights: bool = False
 
     def __post_init__(self, **kwargs):
-        # reading a vanilla checkpoint into this class must not leave "qwen3" on the instance
-        model_type = kwargs.pop("model_type", None)
-        if model_type not in (None, *(getattr(base, "model_type", None) for base in type(self).__mro__)):
-            raise ValueError(
-                f"model_type={model_type!r}: {type(self).__name__} reads configurations of its own and of Qwen3. To "
-                f"get a {type(self).model_type} model from another checkpoint, convert it: "
-                f"depthmix convert SOURCE DEST --to {type(self).model_type}"
-            )
+        take_model_type(self, kwargs)
         self.depth_stride = self._resolved_depth_stride
         super().__post_init__(**kwargs)
 

@@ -6,6 +6,8 @@ from typing import Literal
 from huggingface_hub.dataclasses import strict
 from transformers.models.olmo2.configuration_olmo2 import Olmo2Config
 
+from .configuration_depth_common import take_model_type
+
 
 @strict
 class MoDAOlmo2Config(Olmo2Config):
@@ -75,8 +77,7 @@ class MoDAOlmo2Config(Olmo2Config):
     depth_impl: Literal["auto", "triton", "reference"] = "auto"
 
     def __post_init__(self, **kwargs):
-        # reading a vanilla checkpoint into this class must not leave "olmo2" on the instance
-        kwargs.pop("model_type", None)
+        take_model_type(self, kwargs)
         super().__post_init__(**kwargs)
         self.base_model_tp_plan = {
             name: style

@@ -198,7 +198,9 @@ def convert(
         raise ConversionError("The destination is empty: give a folder.")
     dest = Path(dest).expanduser()
     code_files = collect_remote_code(AUTO_MAPS[target.name]).keys()
-    check_destination(dest, overwrite, code_files)
+    # a model of another family may be replaced too
+    own_files = {file for auto_map in AUTO_MAPS.values() for file in collect_remote_code(auto_map)}
+    check_destination(dest, overwrite, own_files)
     folder = locate_checkpoint(source, revision, token)
     check_apart(dest, folder)
 
@@ -263,7 +265,7 @@ def convert(
         report.files = sorted(path.relative_to(staging).as_posix() for path in staging.rglob("*") if path.is_file())
         # writing takes long, and something may have been put there
         if overwrite:
-            check_destination(dest, overwrite, code_files)
+            check_destination(dest, overwrite, own_files)
     if push_to_hub is not None:
         report.pushed_to = _push(dest, push_to_hub, token)
     return report

@@ -17,7 +17,7 @@ def check_destination(dest: Path, overwrite: bool, code_files: Collection[str]) 
     """
     Raises:
         [`ConversionError`]: if something is there that must not be replaced. Only a saved model may be, with the code
-            that its config names and `code_files`, which the new one writes.
+            that its config names and `code_files`.
     """
     if not dest.exists():
         parent = next(parent for parent in dest.resolve().parents if parent.exists())

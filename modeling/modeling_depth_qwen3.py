@@ -81,7 +81,10 @@ class DepthQwen3Attention(AttentionProjections, Qwen3Attention):
         and in a source layer also the key and the mixed value of these tokens, `[B, Hkv, T, d]`. In a looped model
         `cache_slot` counts the layers of all passes.
         """
-        if self.is_looped and (not isinstance(kwargs.get("cache"), Cache | None) or "attention_instances" in kwargs):
+        caches = past_key_values, kwargs.get("cache")
+        if self.is_looped and (
+            not all(isinstance(cache, Cache | None) for cache in caches) or "attention_instances" in kwargs
+        ):
             raise ValueError(
                 "num_loops > 1: continuous batching and attention functions of servers are not supported, since they "
                 "keep the keys and values of one pass only."
@@ -180,6 +183,19 @@ class DepthQwen3PreTrainedModel(Qwen3PreTrainedModel):
     }
 
 
+def check_looped_cache(cache: Cache | None, num_layers: int) -> None:
+    """
+    Raises:
+        `ValueError`: if a cache that cannot grow has fewer layers than all passes together.
+    """
+    layers = getattr(cache, "layers", None)
+    if layers and len(layers) < num_layers and getattr(cache, "layer_class_to_replicate", None) is None:
+        raise ValueError(
+            f"The cache has {len(layers)} layers: must have num_loops * num_hidden_layers = {num_layers}. For prefix "
+            f"tuning: PrefixTuningConfig(num_layers={num_layers}). In a model, num_loops cannot be changed."
+        )
+
+
 class DepthQwen3Model(DecoderInputs, DepthQwen3PreTrainedModel, Qwen3Model):
     """
     The decoder without a head. Its forward takes what [`~transformers.Qwen3Model`] takes, the cache under either of
@@ -229,6 +245,8 @@ class DepthQwen3Model(DecoderInputs, DepthQwen3PreTrainedModel, Qwen3Model):
         layers = [*self.layers[: self.config.num_hidden_layers]]
         # with fewer layers than there are, early exit leaves in the first pass
         passes = self.num_loops if len(layers) == self.num_layers else 1
+        if passes > 1:
+            check_looped_cache(shared[HOST_CACHE_NAME], passes * len(layers))
         for i, layer in enumerate(passes * layers):
             at = i % len(layers)
             if self.num_loops > 1:

@@ -202,7 +202,13 @@ def pytest_generate_tests(metafunc):
         ]
         metafunc.parametrize("family, pattern", cases)
     elif "family" in metafunc.fixturenames:
-        metafunc.parametrize("family", families.values(), ids=families.keys())
+        # what takes long, for all families on one version of transformers only
+        is_long = metafunc.definition.get_closest_marker("long")
+        cases = [
+            pytest.param(family, id=name, marks=[pytest.mark.slow] if is_long and i > 1 else [])
+            for i, (name, family) in enumerate(families.items())
+        ]
+        metafunc.parametrize("family", cases)
 
 
 @pytest.fixture(autouse=True)

@@ -184,15 +184,15 @@ def test_pipeline_plan_is_not_inherited():
 
 
 WITHOUT_TORCH = """
-import importlib.util, sys
+import importlib, os, sys, types
 from importlib.machinery import PathFinder
 
 find_spec = PathFinder.find_spec
 PathFinder.find_spec = lambda name, *rest: None if name.split(".")[0] == "torch" else find_spec(name, *rest)
 
-spec = importlib.util.spec_from_file_location("configuration_depth_qwen3", sys.argv[1])
-module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
+package = sys.modules["saved"] = types.ModuleType("saved")
+package.__path__ = [os.path.dirname(sys.argv[1])]
+module = importlib.import_module("saved.configuration_depth_qwen3")
 config = module.DepthQwen3Config(num_hidden_layers=4)
 config.save_pretrained(sys.argv[2])
 assert module.DepthQwen3Config.from_pretrained(sys.argv[2]).to_dict() == config.to_dict()

@@ -5,7 +5,7 @@ import json
 
 import pytest
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, Olmo2Config
+from transformers import AutoConfig, LlamaConfig, Olmo2Config
 
 from depthmix import MoDAOlmo2Config, MoDAOlmo2ForCausalLM
 
@@ -128,6 +128,11 @@ def test_vanilla_file_is_read_as_this_class(tiny, tmp_path):
     assert {k: v for k, v in config.to_dict().items() if k in expected and k != "model_type"} == {
         k: v for k, v in expected.items() if k != "model_type"
     }
+
+
+def test_other_backbones_are_refused():
+    with pytest.raises(ValueError, match="model_type='llama'.* of its own and of Olmo2.*--to moda_olmo2"):
+        MoDAOlmo2Config.from_dict(LlamaConfig().to_dict())
 
 
 def test_plans():

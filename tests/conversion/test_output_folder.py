@@ -1,6 +1,7 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """The destination: nothing half-written, nothing replaced by accident."""
 
+import json
 import os
 import shutil
 import signal
@@ -75,6 +76,12 @@ def test_a_failure_leaves_the_model_that_was_to_be_overwritten(qwen3_source, wor
         convert(source, workplace / "converted", overwrite=True, progress=False)
     assert os.listdir(workplace) == ["converted"]
     assert snapshot(workplace / "converted") == snapshot(source)
+
+
+def test_a_model_of_another_family_may_be_replaced(qwen3_source, workplace):
+    for target in ("attnres", "depth_qwen3", "mhc"):
+        convert(qwen3_source(), workplace / "model", to=target, overwrite=True, progress=False)
+    assert json.loads((workplace / "model/config.json").read_text())["model_type"] == "mhc"
 
 
 def test_a_failing_rename_brings_the_old_model_back(workplace, monkeypatch):

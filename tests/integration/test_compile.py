@@ -10,6 +10,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import StaticCache
 
 
+pytestmark = pytest.mark.long
+
+
 @pytest.fixture(autouse=True)
 def fresh_compiler():
     torch.compiler.reset()

@@ -12,6 +12,8 @@ import pytest
 from depthmix.kernels.depth_implementations import INTERPRETED
 
 
+pytestmark = pytest.mark.long
+
 WORKER = Path(__file__).with_name("two_process_worker.py")
 
 

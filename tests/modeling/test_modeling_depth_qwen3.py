@@ -6,6 +6,7 @@ import gc
 import re
 import warnings
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -196,6 +197,17 @@ class TestLooped:
     def test_other_keepers_of_keys_and_values_are_refused(self, build, token_ids):
         with pytest.raises(ValueError, match="continuous batching and attention functions of servers"):
             build(**LOOPED)(token_ids(1, 7), attention_instances={})
+        with pytest.raises(ValueError, match="continuous batching and attention functions of servers"):
+            build(**LOOPED).model.layers[0].self_attn(
+                torch.zeros(1, 3, 64), None, None, past_key_values=SimpleNamespace()
+            )
+
+    def test_cache_of_one_pass_is_refused(self, build, token_ids):
+        model = build(**LOOPED)
+        cache = DynamicCache(config=model.config)
+        del cache.layers[3:]
+        with pytest.raises(ValueError, match="The cache has 3 layers: must have num_loops.* = 6"):
+            model(token_ids(1, 7), past_key_values=cache)
 
     @pytest.mark.parametrize("use_reentrant", [False, True])
     def test_gradients_add_up_over_the_passes(self, build, token_ids, use_reentrant):
