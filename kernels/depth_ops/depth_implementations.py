@@ -103,10 +103,16 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
+# asked once, since older compilers cannot trace the question
+AUTOCAST_DEVICES = frozenset(
+    device for device in ("cpu", "cuda", "xpu", "mps", "hpu") if torch.amp.is_autocast_available(device)
+)
+
+
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     """To which autocast brings the inputs of an attention; None if it is off or leaves this tensor alone."""
     device = tensor.device.type
-    if tensor.dtype is torch.float64 or not torch.amp.is_autocast_available(device):
+    if tensor.dtype is torch.float64 or device not in AUTOCAST_DEVICES:
         return None
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
@@ -114,6 +120,4 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
 def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager:
     """The context in which matrix products keep the dtype of their inputs."""
     device = tensor.device.type
-    return (
-        torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else contextlib.nullcontext()
-    )
+    return torch.autocast(device, enabled=False) if device in AUTOCAST_DEVICES else contextlib.nullcontext()

@@ -6,23 +6,14 @@ judged against.
 Legend: X any leading dimensions, S residual streams, D hidden size, M = S * (S + 2) entries of the three maps.
 """
 
-import contextlib
-
 import torch
 from torch import Tensor
+
+from .depth_implementations import without_autocast
 
 
 SINKHORN_ORDERS = {"columns_first": (-2, -1), "rows_first": (-1, -2)}
 _SMALLEST_SUM = 1e-12
-
-
-def _without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager:
-    """Autocast would round what goes into a matrix product."""
-    device_type = tensor.device.type
-    # as on the meta device
-    if not torch.amp.is_autocast_available(device_type):
-        return contextlib.nullcontext()
-    return torch.autocast(device_type, enabled=False)
 
 
 def sinkhorn(logits_XSS: Tensor, iterations: int, order: str) -> Tensor:
@@ -46,7 +37,7 @@ def hyper_connection_read_reference(
     """What a sub-layer reads, `[X, D]`, and how its output is written. See `hyper_connection_read`."""
     dtype = torch.promote_types(streams.dtype, torch.float32)
     num_streams = streams.shape[-2]
-    with _without_autocast(streams):
+    with without_autocast(streams):
         streams_XSD = streams.to(dtype)
         flat_X = streams_XSD.flatten(-2)
         normed_X = flat_X * torch.rsqrt(flat_X.square().mean(-1, keepdim=True) + eps) * norm_weight.to(dtype)
@@ -65,7 +56,7 @@ def hyper_connection_read_reference(
 
 def hyper_connection_write_reference(streams: Tensor, update: Tensor, residual: Tensor, post: Tensor) -> Tensor:
     """The streams after a sub-layer, `[X, S, D]`. See `hyper_connection_write`."""
-    with _without_autocast(streams):
+    with without_autocast(streams):
         mixed_XSD = torch.matmul(residual, streams.to(residual.dtype))
         return torch.addcmul(mixed_XSD, post.unsqueeze(-1), update.unsqueeze(-2).to(post.dtype)).to(streams.dtype)
 

@@ -234,9 +234,9 @@ def check_attention(
     if len({tensor.dtype for tensor in tensors}) > 1:
         names = ", ".join(sorted({str(tensor.dtype) for tensor in tensors}))
         raise ValueError(f"query, key, value and slots have the dtypes {names}: must be of one.")
-    query, key, value, *slots = tensors
-    depth_query = None if depth_query is None else slots.pop()
-    keys, values = slots[: len(depth_keys)], slots[len(depth_keys) :]
+    query, key, value = tensors[:3]
+    depth_query = None if depth_query is None else tensors[-1]
+    keys, values = (tensors[3 + i * len(depth_keys) :][: len(depth_keys)] for i in range(2))
     return query, key, value, *([x for x in group if x.shape[0]] for group in (keys, values)), depth_query
 
 
