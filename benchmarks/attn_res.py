@@ -185,25 +185,25 @@ def captured(step: Callable[[], object]) -> Callable[[], object]:
 def _measured(case: str, size: str, steps: dict[str, Callable[[], object]], calls: int = 1) -> Iterator[Measurement]:
     """
     Two rows for each way that runs here, as launched and as a graph, of steps that make so many calls; ratios are to
-    "depthmix".
+    the first, "depthmix".
     """
-    timings = {}
+    yardsticks = {}
     for name, step in steps.items():
         for form, prepare in ((case, lambda step: step), (f"{case}, graph", captured)):
             try:
-                timings[form, name] = measure([prepare(step)])[0]
+                timing = measure([prepare(step)])[0]
             except Exception as error:
-                print(
-                    f"{form:32} {size:5} {name:16} does not run: {type(error).__name__}: {str(error)[:120]}",
-                    flush=True,
-                )
-            release_memory()
-    for (form, name), timing in timings.items():
-        yield Measurement(
-            *(form, size, name, timing.median / calls, min(timing.times) / calls, max(timing.times) / calls),
-            gib=timing.peak_gib,
-            ratio=timing.median / timings[form, "depthmix"].median,
-        )
+                reason = f"{type(error).__name__}: {str(error)[:120]}"
+                print(f"{form:32} {size:5} {name:16} does not run: {reason}", flush=True)
+                continue
+            finally:
+                release_memory()
+            yardstick = yardsticks.setdefault(form, timing.median)
+            yield Measurement(
+                *(form, size, name, timing.median / calls, min(timing.times) / calls, max(timing.times) / calls),
+                gib=timing.peak_gib,
+                ratio=timing.median / yardstick,
+            )
 
 
 def stack_of(size: str):
@@ -225,9 +225,10 @@ def stack_of(size: str):
     return forward, forward_backward
 
 
-def stacks(size: str) -> Iterator[Measurement]:
-    for case, step in zip(("forward", "forward + backward"), stack_of(size), strict=True):
-        yield from _measured(f"stack, {case}", size, {name: partial(step, WAYS[name]) for name in SELECTED})
+def stack(size: str, *, backward: bool) -> Iterator[Measurement]:
+    case = "stack, forward + backward" if backward else "stack, forward"
+    step = stack_of(size)[backward]
+    yield from _measured(case, size, {name: partial(step, WAYS[name]) for name in SELECTED})
 
 
 def single_site(size: str) -> Iterator[Measurement]:
@@ -252,6 +253,13 @@ def single_site(size: str) -> Iterator[Measurement]:
     yield from _measured("single site", size, {name: partial(step, way) for name, way in ways.items()}, calls)
 
 
+CASES = {
+    "forward": partial(stack, backward=False),
+    "forward_backward": partial(stack, backward=True),
+    "single_site": single_site,
+}
+
+
 def profile(size: str) -> None:
     """Where the time of a stack goes, and how long the host needs to launch it."""
     _, forward_backward = stack_of(size)
@@ -271,6 +279,7 @@ def profile(size: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.attn_res", description=__doc__)
     parser.add_argument("--size", nargs="+", choices=STACKS, default=list(STACKS))
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--profile", action="store_true", help="also print where the time of a stack goes")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"), help="folder for the CSV file")
@@ -285,8 +294,8 @@ def main() -> None:
     arguments.output.mkdir(parents=True, exist_ok=True)
     measurements = []
     for size in arguments.size:
-        for case in (stacks, single_site):
-            for m in case(size):
+        for case in arguments.cases:
+            for m in CASES[case](size):
                 measurements.append(m)
                 print(
                     f"{m.case:32} {m.size:5} {m.model:16} {m.milliseconds:9.3f} ms ({m.low:.3f} to {m.high:.3f})"
