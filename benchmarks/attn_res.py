@@ -17,7 +17,7 @@ from torch import Tensor
 
 from depthmix.kernels import attn_res, attn_res_phase_1, attn_res_phase_2
 
-from .harness import Measurement, environment, measure, release_memory, write_results
+from .harness import Measurement, captured, environment, measure, release_memory, write_results
 
 
 EPS = 1e-6
@@ -168,18 +168,6 @@ def check_function() -> None:
             error, allowed = ((tensor.double() - exact).norm() / exact.norm() for tensor in (ours, plain))
             if not error <= 2 * allowed:
                 raise RuntimeError(f"Tensor {i} of {name} is off by {error:.3g}; the reference by {allowed:.3g}.")
-
-
-def captured(step: Callable[[], object]) -> Callable[[], object]:
-    """The step as a graph, in which the host's time to launch it plays no part."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
 
 
 def _measured(case: str, size: str, steps: dict[str, Callable[[], object]], calls: int = 1) -> Iterator[Measurement]:

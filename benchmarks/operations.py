@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from depthmix.kernels import moda_attention, norm_rotary_mix_triton
 from depthmix.kernels.norm_rotary_mix_reference import norm_rotary_mix_reference
 
-from .harness import Measurement, measure, release_memory
+from .harness import Measurement, captured, measure, release_memory
 from .models import SIZES
 
 
@@ -138,8 +138,9 @@ def check_moda(group: int) -> None:
 
 def moda(name: str, size: str, *, tokens: int, group: int, slots: int) -> Iterator[Measurement]:
     """
-    Forward and backward of `moda_attention` beside torch's attention over the sequence alone, to which the ratios are.
-    The floor is the time of a copy of the bytes of the slots that must move: read twice, and their gradients written.
+    Forward and backward of `moda_attention`, as launched and as a graph, beside torch's attention over the sequence
+    alone, to which the ratios are. The floor is the time of a copy of the bytes of the slots that must move: read
+    twice, and their gradients written.
     """
     check_moda(group)
     leaves, grad = moda_inputs(tokens, group, slots)
@@ -158,25 +159,25 @@ def moda(name: str, size: str, *, tokens: int, group: int, slots: int) -> Iterat
                 output = F.scaled_dot_product_attention(*leaves[:3], is_causal=True, enable_gqa=True)
                 torch.autograd.grad(output, leaves[:3], grad)
 
-    steps = [
-        partial(alone, SDPBackend.CUDNN_ATTENTION),
-        partial(alone, SDPBackend.FLASH_ATTENTION),
-        ours,
-        lambda: target.copy_(source),
-    ]
-    cudnn, flash, moda, copy = measure(steps, warmup=2, repeats=7)
-    floor = [time * floor_bytes / (2 * source.nbytes) for time in copy.times]
-    rows = {
-        "cudnn": ([time / calls for time in cudnn.times], cudnn.peak_gib),
-        "flash": ([time / calls for time in flash.times], flash.peak_gib),
-        "moda_attention": ([time / calls for time in moda.times], moda.peak_gib),
-        "floor of slots": (floor, floor_bytes / 2**30),
+    def copy():
+        target.copy_(source)
+
+    steps = {
+        "cudnn": partial(alone, SDPBackend.CUDNN_ATTENTION),
+        "flash": partial(alone, SDPBackend.FLASH_ATTENTION),
+        "moda_attention": ours,
     }
-    for model, (times, gib) in rows.items():
-        low, *_, high = sorted(times)
-        median = statistics.median(times)
-        yield Measurement(name, "", model, median, low, high, gib, ratio=median * calls / cudnn.median)
-    release_memory()
+    for form, prepare in ((name, lambda step: step), (f"{name}, graph", captured)):
+        *timings, copied = measure([*map(prepare, steps.values()), copy], warmup=2, repeats=7)
+        for model, timing in zip(steps, timings, strict=True):
+            low, *_, high = sorted(time / calls for time in timing.times)
+            ratio = timing.median / timings[0].median
+            yield Measurement(form, "", model, timing.median / calls, low, high, timing.peak_gib, ratio)
+        low, *_, high = floor = sorted(time * floor_bytes / (2 * source.nbytes) for time in copied.times)
+        median = statistics.median(floor)
+        ratio = median * calls / timings[0].median
+        yield Measurement(form, "", "floor of slots", median, low, high, floor_bytes / 2**30, ratio)
+        release_memory()
 
 
 MODA_CASES = {

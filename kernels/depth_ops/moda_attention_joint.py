@@ -17,7 +17,7 @@ from torch import Tensor
 from .depth_implementations import is_recorded, operation_namespace, without_autocast
 from .depth_value_mix_reference import accumulation_dtype
 from .moda_attention_triton import decode_forward, depth_merge_backward, depth_merge_forward
-from .sequence_attention import sequence_attention_backward, sequence_attention_forward
+from .sequence_attention import in_token_order, sequence_attention_backward, sequence_attention_forward
 
 
 def moda_attention_forward(
@@ -170,13 +170,6 @@ def _joined(slots: Sequence[Tensor]) -> Tensor | None:
     if len(slots) <= 1:
         return slots[0] if slots else None
     return torch.cat(list(slots))
-
-
-def in_token_order(tensor: Tensor) -> Tensor:
-    """The tensor `[B, H, T, D]` in the memory order of a projection, `[B, T, H, D]`, copied only if need be."""
-    if tensor.transpose(1, 2).is_contiguous():
-        return tensor
-    return _new_rows(tensor).copy_(tensor)
 
 
 def _new_rows(tensor: Tensor) -> Tensor:

@@ -124,6 +124,8 @@ def sequence_attention_backward(
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *tensors, log_sum_exp, 0.0, is_causal, attn_mask=mask, scale=scaling
         )
+    # the efficient kernel takes it for granted of the output, cuDNN that the gradient is laid out like the output
+    output_grad, output = in_token_order(output_grad), in_token_order(output)
     # the state of a dropout that does not take place
     unused = query.new_empty(2, dtype=torch.int64)
     tokens, length = query.shape[2], key.shape[2]
@@ -179,6 +181,11 @@ def _mask(
         # the kernel reads aligned rows
         mask = F.pad(mask, (0, -length % 16))[..., :length]
     return mask.expand(batch, heads, tokens, length), False
+
+
+def in_token_order(tensor: Tensor) -> Tensor:
+    """The tensor `[B, H, T, D]` in the memory order of a projection, `[B, T, H, D]`, copied only if need be."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _with_neighbouring_columns(tensor: Tensor) -> Tensor:

@@ -91,6 +91,20 @@ def test_masks(dtype, additive, slots):
     assert_as_good_as_plain_torch(ours, tensors, attention_mask=mask)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("tokens", [65, 128])
+def test_gradients_of_any_layout(tokens, masked):
+    tensors = inputs(2, 2, 3, tokens, tokens, 64, 9)
+    output = moda_attention(*tensors, attention_mask=visible(2, tokens, tokens) if masked else None, impl="triton")
+    grad = draw(2, tokens, 6, 64, seed=9).transpose(1, 2)
+    one = torch.ones((), dtype=grad.dtype, device=DEVICE).expand(grad.shape)
+    for given, copied in ((grad, grad.contiguous()), (grad, grad.mT.contiguous().mT), (one.contiguous(), one)):
+        results = [torch.autograd.grad(output, tensors, x, retain_graph=True) for x in (given, copied)]
+        for actual, expected in zip(*results, strict=True):
+            # the order of torch's additions is not fixed
+            assert (actual - expected).norm() <= 1e-2 * expected.norm()
+
+
 @pytest.mark.parametrize("backend", ["flash", "efficient", "math"])
 def test_any_backward_follows_any_forward(backend):
     query, key, value, *_ = inputs(2, 2, 3, 65, 65, 64, 0)
