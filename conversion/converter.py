@@ -6,6 +6,7 @@ import math
 import os
 import shlex
 import shutil
+from collections import deque
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -255,6 +256,10 @@ def convert(
         push_to_hub=push_to_hub,
     )
     if dry_run:
+        # the one part of the writing that can fail by itself
+        for write in plan.writes:
+            if write.name in plan.new:
+                deque(write.chunks(), maxlen=0)
         return report
 
     _check_space(dest, report.nbytes)

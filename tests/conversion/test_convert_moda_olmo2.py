@@ -202,3 +202,12 @@ def test_options_without_effect_are_reported(olmo2_source, tmp_path):
     options = NO_SLOTS | {"moda_depth_window": 2}
     report = convert(olmo2_source(), tmp_path / "converted", to="moda_olmo2", dry_run=True, **options)
     assert report.warnings == ["moda_depth_window=2 has no effect: there are no depth slots."]
+
+
+def test_dry_run_makes_the_start_values(olmo2_source, tmp_path, monkeypatch):
+    def broken():
+        raise RuntimeError("no generator")
+
+    monkeypatch.setattr(torch, "Generator", broken)
+    with pytest.raises(RuntimeError, match="no generator"):
+        convert(olmo2_source(), tmp_path / "converted", to="moda_olmo2", dry_run=True)
