@@ -3,25 +3,23 @@
 `python -m benchmarks.efficiency --size 1.5b` compares all ways of mixing over depth with the vanilla decoder: what
 they add in parameters, operations, time and memory, beside what their papers say.
 
-Writes a CSV file and a plot to benchmarks/results/. `--size tiny` tries the command out on any machine; its numbers
-mean nothing.
+Writes a CSV file and a plot to benchmarks/results/. With `--systems` and `--cases` it measures a part and leaves the
+rest of a file of the same environment as it is; ratios are always of one run. `--size tiny` tries the command out on
+any machine; its numbers mean nothing.
 """
 
 import argparse
-import gc
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from xml.sax.saxutils import escape
 
 import torch
-from transformers import DynamicCache
-
-from depthmix.modeling.depth_modeling_common import HOST_CACHE_NAME
 
 from . import models
 from .flops import cost
-from .harness import environment, measure, release_memory, write_results
+from .harness import Timing, environment, measure, read_results, release_memory, write_results
 
 
 @dataclass(frozen=True)
@@ -44,15 +42,19 @@ class System:
 
 
 # yardsticks are fused like all others; what that saves them is seen from the model of transformers. MoDA is OLMo2 of
-# the same size
+# the same size; the looped models run half of the layers twice. The control of the release is the vanilla model but
+# for the order of key norm and rotation
 SYSTEMS = {
     "vanilla": System("fused vanilla", {}),
     "stock Qwen3": System("stock Qwen3", {}),
+    "control": System("control", {}),
     "Depth-Attention": System("Depth-Attention", {"1.5b": 9.1, "3b": 11.2}, 0.0),
     "AttnRes Block": System("AttnRes", {"1.5b": 47.8, "3b": 75.1}, 4.0),
     "AttnRes Full": System("AttnRes Full", {}),
     "DenseFormer": System("DenseFormer", {"1.5b": 50.6, "3b": 47.9}, 24.0),
     "mHC": System("mHC", {"1.5b": 321.0, "3b": 308.0}, 1.5),
+    "looped vanilla": System("looped vanilla", {}, yardstick="looped vanilla"),
+    "looped Depth-Attention": System("looped Depth-Attention", {}, yardstick="looped vanilla"),
     "vanilla OLMo2": System("fused OLMo2", {}, yardstick="vanilla OLMo2"),
     "MoDA": System("MoDA row 4", {}, yardstick="vanilla OLMo2"),
 }
@@ -60,16 +62,13 @@ SYSTEMS = {
 
 @dataclass(frozen=True)
 class Workload:
-    """Tokens of the sequences of a train step, of the two prompts, and in the cache that decoding starts from."""
+    """Tokens of the two prompts, and in the cache that decoding starts from. A train step is that of the size."""
 
-    train_batch: int = 2
-    train: int = 2048
     prompts: tuple[int, int] = (32768, 131072)
     context: int = 2048
-    repeats: int = 5
 
 
-WORKLOADS = {"1.5b": Workload(train_batch=8), "3b": Workload(train_batch=4), "tiny": Workload(2, 32, (48, 64), 32, 1)}
+WORKLOADS = {"1.5b": Workload(), "3b": Workload(), "tiny": Workload((48, 64), 32)}
 TINY = {
     "hidden_size": 64,
     "num_attention_heads": 4,
@@ -81,12 +80,34 @@ TINY = {
 }
 
 
+@dataclass(frozen=True)
+class Case:
+    """What makes a step of a model, by size, and how often it runs. With graphs of CUDA, compilation takes minutes."""
+
+    prepare: Callable[..., Callable[[], None]]
+    warmup: int
+    repeats: int
+
+
+CASES = {
+    "decode": Case(lambda model, size: models.decode(model, 1, WORKLOADS[size].context), 2, 30),
+    "decode_compiled": Case(
+        lambda model, size: models.decode(model, 1, WORKLOADS[size].context, compiled=True), 8, 30
+    ),
+    "prefill_32k": Case(lambda model, size: models.prefill(model, WORKLOADS[size].prompts[0]), 1, 5),
+    "prefill_128k": Case(lambda model, size: models.prefill(model, WORKLOADS[size].prompts[1]), 1, 2),
+    "train": Case(
+        lambda model, size: models.train_step(model, models.SIZES[size].batch, models.SIZES[size].tokens), 2, 5
+    ),
+}
+
+
 @dataclass
 class Row:
     """
     One system. Operations are per token of a train sequence; milliseconds are medians; memory is what a step takes at
-    its peak besides what was there before (weights, optimizer state, cache), in GiB; the ratios and the extra memory
-    are against its yardstick. None where it did not fit into memory, or where the paper says nothing.
+    its peak besides what was there before (weights, optimizer state), in GiB; ratios and everything extra are against
+    its yardstick. None where it was not measured or did not fit into memory, or where the paper says nothing.
     """
 
     system: str
@@ -99,122 +120,91 @@ class Row:
     train_ms: float | None = None
     train_ratio: float | None = None
     train_gib: float | None = None
-    train_gib_ratio: float | None = None
+    train_extra_gib: float | None = None
     prefill_32k_ms: float | None = None
     prefill_32k_ratio: float | None = None
+    prefill_32k_gib: float | None = None
     prefill_32k_extra_gib: float | None = None
     prefill_128k_ms: float | None = None
     prefill_128k_ratio: float | None = None
+    prefill_128k_gib: float | None = None
     prefill_128k_extra_gib: float | None = None
     decode_ms: float | None = None
     decode_ratio: float | None = None
+    decode_compiled_ms: float | None = None
+    decode_compiled_ratio: float | None = None
     paper_train_ratio: float | None = None
     paper_prefill_128k_extra_gib: float | None = None
 
 
-def train_step(model, work: Workload) -> Callable[[], None]:
-    """Forward, loss, backward and AdamW."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    ids = tokens_for(model, work.train_batch, work.train)
-    model.train()
-
-    def step():
-        model(ids, labels=ids, use_cache=False).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+def fields_of(case: str) -> list[str]:
+    named = {f"{case}_{quantity}" for quantity in ("ms", "ratio", "gib", "extra_gib")}
+    return [field.name for field in fields(Row) if field.name in named]
 
 
-def prefill(model, work: Workload, length: int) -> Callable[[], None]:
-    """A forward over a prompt, which fills a growing cache."""
-    ids = tokens_for(model, 1, length)
-
-    @torch.no_grad()
-    def step():
-        model(ids, use_cache=True, logits_to_keep=1)
-
-    return step
-
-
-def decode(model, work: Workload) -> Callable[[], None]:
-    """One token on top of a cache, eagerly."""
-    cache, last = DynamicCache(config=model.config), tokens_for(model, 1, 1)
-    with torch.no_grad():
-        model(tokens_for(model, 1, work.context), **{HOST_CACHE_NAME: cache}, logits_to_keep=1)
-
-    @torch.no_grad()
-    def step():
-        model(last, **{HOST_CACHE_NAME: cache}, logits_to_keep=1)
-        cache.crop(-1)
-
-    return step
-
-
-def tokens_for(model, batch: int, length: int) -> torch.Tensor:
-    return torch.randint(model.config.vocab_size, (batch, length), device=models.DEVICE)
-
-
-def measure_system(name: str, size: str) -> Row:
-    """All numbers of one system. What does not fit into memory is left out."""
-    system, work = SYSTEMS[name], WORKLOADS[size]
+def measure_system(name: str, size: str, cases: list[str]) -> Row:
+    """The numbers of one system, not yet compared."""
+    system, shape = SYSTEMS[name], models.SIZES[size]
     model = models.build(system.model, size)
-    found = cost(model.config, work.train)
+    found = cost(model.config, shape.tokens)
     row = Row(
-        *(name, size, found.parameters, found.added_parameters, found.flops),
-        100 * found.extra_flops / (found.flops - found.extra_flops),
-        found.state_bytes,
+        *(name, size, found.parameters, found.added_parameters, found.flops, 0.0, found.state_bytes),
         paper_prefill_128k_extra_gib=system.paper_prefill,
     )
     if size in system.paper_train:
         row.paper_train_ratio = 1 + system.paper_train[size] / 100
-
-    model.eval()
-    rounds = {"warmup": 1, "repeats": work.repeats}
-    if timing := fits(name, "decode", lambda: measure([decode(model, work)], warmup=2, repeats=6 * work.repeats)):
-        row.decode_ms = timing.median
-    for label, length in zip(("32k", "128k"), work.prompts, strict=True):
-        options = rounds if label == "32k" else {"warmup": 1, "repeats": 2}
-        step = prefill(model, work, length)
-        if timing := fits(name, f"prefill_{label}", lambda step=step, options=options: measure([step], **options)):
-            setattr(row, f"prefill_{label}_ms", timing.median)
-            # the memory itself, until it is compared
-            setattr(row, f"prefill_{label}_extra_gib", timing.peak_gib)
-    if timing := fits(name, "train_step", lambda: measure([train_step(model, work)], warmup=2, repeats=work.repeats)):
-        row.train_ms, row.train_gib = timing.median, timing.peak_gib
+    for case in cases:
+        prepare = partial(CASES[case].prepare, model, size)
+        repeats = 1 if size == "tiny" else CASES[case].repeats
+        timing = time_if_it_fits(f"{name}, {case}", model, prepare, warmup=CASES[case].warmup, repeats=repeats)
+        for quantity, value in (("ms", timing and timing.median), ("gib", timing and timing.peak_gib)):
+            if f"{case}_{quantity}" in fields_of(case):
+                setattr(row, f"{case}_{quantity}", value)
     return row
 
 
-def fits(name: str, case: str, run: Callable):
-    """The timing of a single step, or None, and a message, if there is too little memory for it."""
+def time_if_it_fits(label: str, model, prepare: Callable[[], Callable[[], None]], **options) -> Timing | None:
+    """
+    The timing of the step that is prepared, or None, and a message, if there is too little memory for it. In both
+    cases nothing but the model's weights is left in memory.
+    """
     try:
-        (timing,) = run()
-        return timing
+        return measure([prepare()], **options)[0]
     except torch.OutOfMemoryError:
-        print(f"{name}: out of memory in {case}", flush=True)
+        print(f"{label}: out of memory", flush=True)
         return None
     finally:
-        gc.collect()
+        # here the exception, whose traceback holds what the step had made, is gone already
+        model.zero_grad()
+        release_memory()
 
 
 def compared(rows: list[Row]) -> list[Row]:
-    """The rows with their ratios to their yardsticks, and with the memory that they take more than these."""
-    firsts = {row.system: Row(**vars(row)) for row in rows}
+    """The rows with what is said of them by their yardsticks, which are among them."""
+    by_name = {row.system: row for row in rows}
+    found = []
     for row in rows:
-        first = firsts[SYSTEMS[row.system].yardstick]
-        for ratio, value in (
-            ("train_ratio", "train_ms"),
-            ("train_gib_ratio", "train_gib"),
-            ("prefill_32k_ratio", "prefill_32k_ms"),
-            ("prefill_128k_ratio", "prefill_128k_ms"),
-            ("decode_ratio", "decode_ms"),
-        ):
-            if getattr(row, value) is not None and getattr(first, value):
-                setattr(row, ratio, getattr(row, value) / getattr(first, value))
-        for extra in ("prefill_32k_extra_gib", "prefill_128k_extra_gib"):
-            if getattr(row, extra) is not None and getattr(first, extra) is not None:
-                setattr(row, extra, getattr(row, extra) - getattr(first, extra))
-    return rows
+        first, row = by_name[SYSTEMS[row.system].yardstick], replace(row)
+        row.extra_flops_percent = 100 * (row.forward_flops / first.forward_flops - 1)
+        for case in CASES:
+            milliseconds, yardstick = getattr(row, f"{case}_ms"), getattr(first, f"{case}_ms")
+            if milliseconds is not None and yardstick is not None:
+                setattr(row, f"{case}_ratio", milliseconds / yardstick)
+                if f"{case}_gib" in fields_of(case):
+                    extra = getattr(row, f"{case}_gib") - getattr(first, f"{case}_gib")
+                    setattr(row, f"{case}_extra_gib", extra)
+        found.append(row)
+    return found
+
+
+def merged(rows: list[Row], earlier: list[Row], cases: list[str]) -> list[Row]:
+    """Rows of this run, with the cases that only an earlier one measured, and the systems that only that measured."""
+    by_name = {row.system: row for row in earlier}
+    others = [field for case in CASES if case not in cases for field in fields_of(case)]
+    for row in rows:
+        old = by_name.get(row.system, row)
+        by_name[row.system] = replace(row, **{field: getattr(old, field) for field in others})
+    return [by_name[name] for name in SYSTEMS if name in by_name]
 
 
 def plot(rows: list[Row]) -> str:
@@ -258,11 +248,14 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.efficiency", description=__doc__)
     parser.add_argument("--size", choices=WORKLOADS, required=True)
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), metavar="system")
+    # compiling all layers of a model takes minutes
+    usual = [case for case in CASES if case != "decode_compiled"]
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=usual, help=f"default: {' '.join(usual)}")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"), help="folder for the results")
     arguments = parser.parse_args(argv)
-    size = arguments.size
+    size, cases = arguments.size, arguments.cases
     if size == "tiny":
-        models.SIZES["tiny"] = models.qwen3(2, **TINY)
+        models.SIZES["tiny"] = replace(models.qwen3(2, **TINY), tokens=32)
     elif not torch.cuda.is_available():
         parser.error(f"--size {size} needs a GPU; --size tiny tries the command out")
     else:
@@ -274,16 +267,17 @@ def main(argv: list[str] | None = None) -> None:
 
     arguments.output.mkdir(parents=True, exist_ok=True)
     path = arguments.output / f"efficiency_{size}.csv"
+    earlier = read_results(path, Row)
     # yardsticks first, whatever else is asked for
     names = dict.fromkeys(each for name in arguments.systems for each in (SYSTEMS[name].yardstick, name))
     measured = []
     for name in names:
-        measured.append(measure_system(name, size))
-        if torch.cuda.is_available():
-            release_memory()
-        rows = compared([Row(**vars(row)) for row in measured])
+        measured.append(measure_system(name, size, cases))
+        release_memory()
+        rows = compared(measured)
         print(", ".join(columns(rows[-1])), flush=True)
         # written after every system: a later one may not finish
+        rows = merged(rows, earlier, cases)
         write_results(path, rows)
         path.with_suffix(".svg").write_text(plot(rows), encoding="utf-8")
 

@@ -93,7 +93,7 @@ def captured(step: Callable[[], object]) -> Callable[[], object]:
 
 
 def release_memory() -> None:
-    """Gives back what a deleted model held, so that the next one starts from the same state."""
+    """Gives back what is deleted, so that the next model, or the next step, starts from the same state."""
     gc.collect()
     torch.compiler.reset()
     torch.cuda.empty_cache()
@@ -126,3 +126,23 @@ def write_results(path: Path, measurements: list) -> None:
         writer.writeheader()
         for measurement in measurements:
             writer.writerow({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in asdict(measurement).items()})
+
+
+def read_results(path: Path, kind: type) -> list:
+    """What `write_results` wrote of this kind, if it was in the same environment, on whatever day; else nothing."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    written = dict(line.removeprefix("# ").split(": ", 1) for line in lines if line.startswith("#"))
+    records = list(csv.DictReader(line for line in lines if not line.startswith("#")))
+    types = {field.name: field.type for field in fields(kind)}
+    same_machine = written | {"date": ""} == environment() | {"date": ""}
+    if not same_machine or any(record.keys() != types.keys() for record in records):
+        print(f"{path} is of another environment or version, and is replaced.", flush=True)
+        return []
+
+    def parsed(name, text):
+        # what is no such type is a number that may be None, which is written as nothing
+        return types[name](text) if types[name] in (str, int, float) else float(text) if text else None
+
+    return [kind(**{name: parsed(name, text) for name, text in record.items()}) for record in records]

@@ -1,7 +1,7 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """Whole models: train step, prefill and decoding, against the stock model of the same shape."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,6 +20,7 @@ from depthmix import (
     MoDAOlmo2Config,
     MoDAOlmo2ForCausalLM,
 )
+from depthmix.modeling.depth_modeling_common import HOST_CACHE_NAME
 
 from .harness import DEVICE, Measurement, measure, release_memory
 
@@ -28,7 +29,11 @@ from .harness import DEVICE, Measurement, measure, release_memory
 MODELS = {
     "stock Qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
     "fused vanilla": (DepthQwen3ForCausalLM, DepthQwen3Config, {"depth_stride": 0}),
+    # of the release: its q/k norms, and no mixing
+    "control": (DepthQwen3ForCausalLM, DepthQwen3Config, {"depth_stride": 0, "key_norm_position": "after_rope"}),
     "Depth-Attention": (DepthQwen3ForCausalLM, DepthQwen3Config, {}),
+    "looped vanilla": (DepthQwen3ForCausalLM, DepthQwen3Config, {"depth_stride": 0, "num_loops": 2}),
+    "looped Depth-Attention": (DepthQwen3ForCausalLM, DepthQwen3Config, {"num_loops": 2}),
     "AttnRes": (AttnResForCausalLM, AttnResConfig, {"attnres_variant": "block"}),
     "AttnRes Full": (AttnResForCausalLM, AttnResConfig, {"attnres_variant": "full"}),
     "DenseFormer": (DenseFormerForCausalLM, DenseFormerConfig, {}),
@@ -61,7 +66,7 @@ class Size:
 def qwen3(batch: int, **fields) -> Size:
     """The shape of the released Depth-Attention weights, scaled."""
     shared = {"vocab_size": 50304, "num_hidden_layers": 48, "head_dim": 64, "max_position_embeddings": 131072}
-    models = ("stock Qwen3", "fused vanilla", "Depth-Attention", "AttnRes", "AttnRes Full", "DenseFormer", "mHC")
+    models = tuple(name for name, (_, config_class, _) in MODELS.items() if not issubclass(config_class, Olmo2Config))
     mixing = ("Depth-Attention", {"depth_stride": 1})
     return Size(shared | fields, models, (models[0], *models[2:]), batch, 2048, "fused vanilla", mixing)
 
@@ -103,23 +108,76 @@ SIZES = {
 }
 
 # those to be measured, unless others are asked for
-SELECTED = [name for name in MODELS if name not in ("AttnRes Full", "DenseFormer", "mHC")]
+_ON_REQUEST = ("control", "looped vanilla", "looped Depth-Attention", "AttnRes Full", "DenseFormer", "mHC")
+SELECTED = [name for name in MODELS if name not in _ON_REQUEST]
 
 
 def build(model: str, size: str, **fields):
     """The model in bf16, on the GPU if there is one, with random weights from a fixed seed."""
     model_class, config_class, extra = MODELS[model]
+    fields = SIZES[size].fields | extra | fields
+    # a looped model has as many layers as the others in all its passes, and so a part of their weights
+    fields["num_hidden_layers"] //= fields.get("num_loops", 1)
     torch.manual_seed(0)
     with torch.device(DEVICE):
         torch.set_default_dtype(torch.bfloat16)
         try:
-            return model_class(config_class(**SIZES[size].fields | extra | fields))
+            return model_class(config_class(**fields))
         finally:
             torch.set_default_dtype(torch.float32)
 
 
-def token_ids(size: str, batch: int, length: int) -> torch.Tensor:
-    return torch.randint(SIZES[size].fields["vocab_size"], (batch, length), device=DEVICE)
+def token_ids(model, batch: int, length: int) -> torch.Tensor:
+    return torch.randint(model.config.vocab_size, (batch, length), device=DEVICE)
+
+
+def train_step(model, batch: int, tokens: int, *, compiled: bool = False) -> Callable[[], None]:
+    """Forward, loss, backward and AdamW."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    ids = token_ids(model, batch, tokens)
+    model.train()
+    forward = torch.compile(model, fullgraph=True) if compiled else model
+
+    def step():
+        forward(ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def prefill(model, length: int) -> Callable[[], None]:
+    """A forward over a prompt, which fills a growing cache."""
+    ids = token_ids(model, 1, length)
+    model.eval()
+
+    @torch.no_grad()
+    def step():
+        model(ids, use_cache=True, logits_to_keep=1)
+
+    return step
+
+
+def decode(model, batch: int, context: int, *, compiled: bool = False) -> Callable[[], None]:
+    """One token for each sequence: eager with a growing cache, or compiled to a CUDA graph with a static one."""
+    config = model.config
+    cache = StaticCache(config=config, max_cache_len=context + 256) if compiled else DynamicCache(config=config)
+    ids, last = token_ids(model, batch, context), token_ids(model, batch, 1)
+    model.eval()
+    with torch.no_grad():
+        model(ids, **{HOST_CACHE_NAME: cache}, logits_to_keep=1)
+    forward = torch.compile(model, mode="reduce-overhead", fullgraph=True) if compiled else model
+    position = torch.full((batch, 1), context, device=DEVICE)
+
+    @torch.no_grad()
+    def step():
+        torch.compiler.cudagraph_mark_step_begin()
+        forward(last, **{HOST_CACHE_NAME: cache}, position_ids=position, logits_to_keep=1)
+        if not compiled:
+            # at one length only: cuDNN plans attention anew for each, which the first model would pay for all
+            cache.crop(-1)
+
+    return step
 
 
 @torch.no_grad()
@@ -129,7 +187,6 @@ def check_function(size: str) -> None:
     differs; kernels change what rounding changes; decoding with a cache gives what the full forward gives.
     """
     shape, few = SIZES[size], {"size": size, "num_hidden_layers": 4}
-    ids = token_ids(size, 2, 64)
 
     def error(actual, expected):
         return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
@@ -138,7 +195,9 @@ def check_function(size: str) -> None:
         if not condition:
             raise RuntimeError(f"It does not hold that {claim}.")
 
-    stock = build(shape.models[0], **few)(ids).logits
+    stock = build(shape.models[0], **few)
+    ids = token_ids(stock, 2, 64)
+    stock = stock(ids).logits
     plain = build(shape.plain, **few, depth_impl="reference")(ids).logits
     require(torch.equal(plain, stock), "without mixing and kernels the model is the stock one")
     name, awake = shape.mixing
@@ -209,74 +268,30 @@ def compare(
         release_memory()
 
 
-def train_step(name: str, size: str, *, compiled: bool = False, **options) -> Iterator[Measurement]:
-    """Forward, loss, backward and AdamW."""
-
+def compare_train_steps(name: str, size: str, *, compiled: bool = False, **options) -> Iterator[Measurement]:
     def prepare(model):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-        ids = token_ids(size, SIZES[size].batch, SIZES[size].tokens)
-        model.train()
-        forward = torch.compile(model, fullgraph=True) if compiled else model
-
-        def step():
-            forward(ids, labels=ids, use_cache=False).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return step
+        return train_step(model, SIZES[size].batch, SIZES[size].tokens, compiled=compiled)
 
     yield from compare(name, size, prepare, together=False, compiled=compiled, **options)
 
 
-def prefill(name: str, size: str, *, length: int, **options) -> Iterator[Measurement]:
-    """A forward over a prompt, which fills a growing cache."""
-
-    def prepare(model):
-        ids = token_ids(size, 1, length)
-
-        @torch.no_grad()
-        def step():
-            model(ids, use_cache=True, logits_to_keep=1)
-
-        return step
-
-    yield from compare(name, size, prepare, **options)
+def compare_prefills(name: str, size: str, *, length: int, **options) -> Iterator[Measurement]:
+    yield from compare(name, size, partial(prefill, length=length), **options)
 
 
-def decode(
-    name: str, size: str, *, batch: int, compiled: bool, context: int = 2048, **options
-) -> Iterator[Measurement]:
-    """One token for each sequence: eager with a growing cache, or compiled to a CUDA graph with a static one."""
-
-    def prepare(model):
-        cache = StaticCache(config=model.config, max_cache_len=context + 256) if compiled else DynamicCache()
-        ids, last = token_ids(size, batch, context), token_ids(size, batch, 1)
-        with torch.no_grad():
-            model(ids, past_key_values=cache, logits_to_keep=1)
-        forward = torch.compile(model, mode="reduce-overhead", fullgraph=True) if compiled else model
-        position = torch.full((batch, 1), context, device=DEVICE)
-
-        @torch.no_grad()
-        def step():
-            torch.compiler.cudagraph_mark_step_begin()
-            forward(last, past_key_values=cache, position_ids=position, logits_to_keep=1)
-            if not compiled:
-                # at one length only: cuDNN plans attention anew for each, which the first model would pay for all
-                cache.crop(-1)
-
-        return step
-
-    yield from compare(name, size, prepare, compiled=compiled, warmup=8, repeats=31, **options)
+def compare_decoding(name: str, size: str, *, batch: int, compiled: bool) -> Iterator[Measurement]:
+    prepare = partial(decode, batch=batch, context=2048, compiled=compiled)
+    yield from compare(name, size, prepare, compiled=compiled, warmup=8, repeats=31)
 
 
 CASES = {
-    "train_step": train_step,
-    "train_step_compiled_16_layers": partial(train_step, compiled=True, layers=16),
-    "prefill_8k": partial(prefill, length=8192),
-    "prefill_32k": partial(prefill, length=32768, warmup=1, repeats=5),
-    "prefill_128k": partial(prefill, length=131072, warmup=1, repeats=1, compiled=True),
-    "decode_eager_batch_1": partial(decode, batch=1, compiled=False),
-    "decode_eager_batch_32": partial(decode, batch=32, compiled=False),
-    "decode_compiled_batch_1": partial(decode, batch=1, compiled=True),
-    "decode_compiled_batch_32": partial(decode, batch=32, compiled=True),
+    "train_step": compare_train_steps,
+    "train_step_compiled_16_layers": partial(compare_train_steps, compiled=True, layers=16),
+    "prefill_8k": partial(compare_prefills, length=8192),
+    "prefill_32k": partial(compare_prefills, length=32768, warmup=1, repeats=5),
+    "prefill_128k": partial(compare_prefills, length=131072, warmup=1, repeats=1, compiled=True),
+    "decode_eager_batch_1": partial(compare_decoding, batch=1, compiled=False),
+    "decode_eager_batch_32": partial(compare_decoding, batch=32, compiled=False),
+    "decode_compiled_batch_1": partial(compare_decoding, batch=1, compiled=True),
+    "decode_compiled_batch_32": partial(compare_decoding, batch=32, compiled=True),
 }

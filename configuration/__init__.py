@@ -5,10 +5,7 @@ from .configuration_attnres import AttnResConfig
 from .configuration_denseformer import DenseFormerConfig
 from .configuration_depth_qwen3 import DepthQwen3Config
 from .configuration_mhc import MHCConfig
-
-
-__all__ = ["AttnResConfig", "DenseFormerConfig", "DepthQwen3Config", "MHCConfig"]
 from .configuration_moda_olmo2 import MoDAOlmo2Config
 
 
-__all__ = ["AttnResConfig", "DepthQwen3Config", "MoDAOlmo2Config"]
+__all__ = ["AttnResConfig", "DenseFormerConfig", "DepthQwen3Config", "MHCConfig", "MoDAOlmo2Config"]

@@ -17,6 +17,7 @@ from depthmix.version import __version__
 from .checkpoint_io import read_json
 from .converter import DTYPES, TARGETS, convert, inspect_checkpoint
 from .errors import ConversionError
+from .source_configs import read_own
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -141,6 +142,7 @@ def _bundle(directory: Path) -> str:
     model_type = config.get("model_type")
     if model_type not in AUTO_MAPS:
         raise ConversionError(f"{config_path}: model_type is {model_type!r}, must be one of {', '.join(AUTO_MAPS)}.")
+    read_own(config, config_path)
     files = write_remote_code(directory, AUTO_MAPS[model_type])
     config["auto_map"] = AUTO_MAPS[model_type] | users_references(config.get("auto_map"), files)
     config_path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

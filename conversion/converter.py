@@ -6,6 +6,7 @@ import math
 import os
 import shlex
 import shutil
+from collections import deque
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HFValidationError, StrictDataclassError
+from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers import TOKENIZER_MAPPING, GenerationConfig, PreTrainedConfig
 
@@ -53,7 +54,15 @@ from .convert_to_moda_olmo2 import TARGET as MODA_OLMO2
 from .errors import ConversionError
 from .model_card import make_model_card, read_card_metadata
 from .output_folder import check_apart, check_destination, staged_folder
-from .reports import CheckpointDescription, ConversionReport, describe_config_changes, describe_dtypes, format_bytes
+from .reports import (
+    CheckpointDescription,
+    ConversionReport,
+    describe_config_changes,
+    describe_dtypes,
+    format_bytes,
+    own_fields,
+)
+from .source_configs import config_errors, read_own
 from .source_layouts import LAYOUTS, SourceLayout, recognise_layout
 from .tensor_plan import TensorPlan, plan_tensors
 
@@ -247,6 +256,10 @@ def convert(
         push_to_hub=push_to_hub,
     )
     if dry_run:
+        # the one part of the writing that can fail by itself
+        for write in plan.writes:
+            if write.name in plan.new:
+                deque(write.chunks(), maxlen=0)
         return report
 
     _check_space(dest, report.nbytes)
@@ -287,9 +300,11 @@ def inspect_checkpoint(
         [`CheckpointDescription`]: what was found. `str()` of it is readable.
 
     Raises:
-        [`ConversionError`]: if the checkpoint cannot be read.
+        [`ConversionError`]: if the checkpoint cannot be read, or is a model of this package whose configuration has a
+            value that the model refuses.
     """
     opened = _open_source(locate_checkpoint(path_or_hub_id, revision, token))
+    own_config = read_own(opened.config, opened.checkpoint.folder / CONFIG_FILE)
     checkpoint = opened.checkpoint
     conversions, warnings = {}, list(checkpoint.warnings)
     for target in TARGETS.values():
@@ -307,6 +322,7 @@ def inspect_checkpoint(
         layout=opened.layout.name,
         evidence=opened.evidence,
         config=opened.config,
+        own_config=own_fields(own_config) if own_config else {},
         num_tensors=len(checkpoint.tensors),
         num_parameters=sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values()),
         nbytes=checkpoint.nbytes,
@@ -354,15 +370,8 @@ def _plan_conversion(
             f"{target.name} has no option {', '.join(sorted(unknown))}. Its options are: {', '.join(target.options)}."
         )
     accepted = target.sources[layout.name]
-    try:
+    with config_errors():
         translated = accepted.translate(opened.config, options)
-    except ConversionError:
-        raise
-    except StrictDataclassError as error:
-        # the cause is the rule, which names the field and the value
-        raise ConversionError(str(error.__cause__ or error)) from error
-    except (ValueError, TypeError) as error:
-        raise ConversionError(f"The configuration is not valid: {error}") from error
     plan = plan_tensors(
         opened.checkpoint, accepted.weight_map, target.model_class, translated.config, accepted.new_tensors, dtype
     )

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedConfig
 
@@ -92,8 +93,8 @@ class CheckpointDescription:
     Args:
         source (`str`), kind (`str`), layout (`str`), evidence (`list` of `str`):
             What was inspected, what it is (title and short name of the layout), and why.
-        config (`dict`):
-            Content of config.json.
+        config (`dict`), own_config (`dict`):
+            Content of config.json, and, of a model of this package, the fields that its backbone does not have.
         num_tensors, num_parameters, nbytes (`int`):
             Size.
         dtypes (`dict`):
@@ -111,6 +112,7 @@ class CheckpointDescription:
     layout: str
     evidence: list[str]
     config: dict
+    own_config: dict
     num_tensors: int
     num_parameters: int
     nbytes: int
@@ -120,28 +122,15 @@ class CheckpointDescription:
     warnings: list[str]
 
     def __str__(self) -> str:
-        shown = (
-            "model_type",
-            "hidden_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
+        shape = (
+            *("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+            *("head_dim", "vocab_size", "tie_word_embeddings"),
         )
-        shown += (
-            "vocab_size",
-            "tie_word_embeddings",
-            "depth_stride",
-            "depth_window",
-            "key_norm_position",
-            "num_loops",
-        )
-        shown += ("attnres_variant", "attnres_block_size", "attnres_recency_bias", "attnres_scale")
-        shown += ("dwa_dilation", "dwa_period", "mhc_num_streams", "mhc_sinkhorn_iters", "mhc_sinkhorn_order")
+        shown = {key: self.config[key] for key in shape if key in self.config} | self.own_config
         dtypes = ", ".join(f"{count} {dtype}" for dtype, count in self.dtypes.items())
         lines = [
             f"{self.source}: {self.kind} ({'; '.join(self.evidence)})",
-            f"  config:   {', '.join(f'{key}={self.config[key]}' for key in shown if key in self.config)}",
+            f"  config:   {', '.join(f'{key}={value}' for key, value in shown.items())}",
             f"  tensors:  {self.num_tensors} ({dtypes}), {self.num_parameters:,} values, {format_bytes(self.nbytes)}",
             f"  files:    {_shorten(self.files)}",
             *(f"  warning:  {warning}" for warning in self.warnings),
@@ -159,17 +148,22 @@ def describe_dtypes(checkpoint: Checkpoint) -> dict[str, int]:
     return dict(Counter(tensor.dtype for tensor in checkpoint.tensors.values()).most_common())
 
 
+def own_fields(config: PreTrainedConfig) -> dict[str, Any]:
+    """The fields that the backbone of a model of this package does not have."""
+    backbone = next(base for base in type(config).__mro__ if base.__module__.startswith("transformers."))
+    names = [name for name in type(config).__dataclass_fields__ if name not in backbone.__dataclass_fields__]
+    return {name: getattr(config, name) for name in names}
+
+
 def describe_config_changes(stock_config: PreTrainedConfig, config: PreTrainedConfig) -> list[str]:
     """Fields that differ, that the result does not have, and that are the target's own."""
-    before, after = stock_config.to_dict(), config.to_dict()
-    stock_base = next(base for base in type(config).__mro__ if base.__module__.startswith("transformers."))
-    own_fields = type(config).__dataclass_fields__.keys() - stock_base.__dataclass_fields__.keys()
+    before, after, own = stock_config.to_dict(), config.to_dict(), own_fields(config)
     ignored = {"transformers_version", "auto_map"}
     changes = [f"{key}: {value!r} dropped" for key, value in before.items() if key not in after and key not in ignored]
     for key, value in after.items():
         if key in before and before[key] != value and key not in ignored:
             changes.append(f"{key}: {before[key]!r} -> {value!r}")
-        elif key not in before and key in own_fields:
+        elif key not in before and key in own:
             changes.append(f"{key}: {value!r} (new)")
     return changes
 

@@ -1,12 +1,17 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """Reading of sources' configurations that the targets share."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig, PreTrainedModel
+
+from depthmix.auto import AUTO_MAPS, auto_classes
 
 from .errors import ConversionError
 
@@ -18,6 +23,34 @@ _IDENTITY_KEYS = ("model_type", "architectures", "auto_map", "transformers_versi
 def all_fields(source: dict[str, Any]) -> dict[str, Any]:
     """What a target that derives from the source's configuration takes over."""
     return {key: value for key, value in source.items() if key not in _IDENTITY_KEYS}
+
+
+@contextmanager
+def config_errors(place: str = "") -> Iterator[None]:
+    """Errors of configurations become [`ConversionError`]; the message begins with the place."""
+    try:
+        yield
+    except ConversionError:
+        raise
+    except StrictDataclassError as error:
+        # the cause is the rule, which names the field and the value
+        raise ConversionError(f"{place}{error.__cause__ or error}") from error
+    except (ValueError, TypeError) as error:
+        raise ConversionError(f"{place}The configuration is not valid: {error}") from error
+
+
+def read_own(source: dict[str, Any], path: Path) -> PreTrainedConfig | None:
+    """
+    The configuration of a model of this package, as it is in a file; None for others.
+
+    Raises:
+        [`ConversionError`]: for values that the model refuses.
+    """
+    model_type = source.get("model_type")
+    if model_type not in AUTO_MAPS:
+        return None
+    with config_errors(f"{path}: "):
+        return auto_classes(model_type)["AutoConfig"].from_dict(deepcopy(source))
 
 
 def read_stock(config_class: type[PreTrainedConfig], source: dict[str, Any]) -> PreTrainedConfig:

@@ -14,6 +14,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import PreTrainedModel
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 from transformers.utils.generic import can_return_tuple
@@ -269,8 +270,18 @@ class DepthCausalLMOutputWithPast(CausalLMOutputWithPast):
     depth_weights: tuple[torch.Tensor, ...] | None = None
 
 
-class DepthCausalLMForward:
-    """The forward of a language-model head over `self.model` and `self.lm_head` that hands on the depth weights."""
+class DepthCausalLM:
+    """A language-model head on a base model, which a family sets as `model_class`. It hands on the depth weights."""
+
+    model_class: type[PreTrainedModel]
+
+    def __init__(self, config: PreTrainedConfig):
+        # not the constructor of a stock head, which would build and initialise a stock base model first
+        PreTrainedModel.__init__(self, config)
+        self.model = self.model_class(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
 
     @accepts_both_cache_names
     @can_return_tuple
@@ -309,8 +320,18 @@ class DepthCausalLMForward:
         )
 
 
-class DepthSequenceClassificationForward:
-    """The forward of a generic classifier, which has no place for depth weights in its outputs."""
+class DepthSequenceClassification(GenericForSequenceClassification):
+    """A generic classifier on a base model, set as `model_class`, without a place for depth weights in its outputs."""
+
+    model_class: type[PreTrainedModel]
+
+    def __init__(self, config: PreTrainedConfig):
+        # the generic constructor would look the base model up in the Auto classes, where remote code is not registered
+        PreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.model = self.model_class(config)
+        self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
+        self.post_init()
 
     @accepts_both_cache_names
     @functools.wraps(GenericForSequenceClassification.forward)
@@ -319,7 +340,6 @@ class DepthSequenceClassificationForward:
             output_depth_weights = getattr(self.config, "output_depth_weights", False)
         if output_depth_weights:
             raise ValueError(
-                "output_depth_weights=True, by argument or in the configuration: a classifier returns no depth "
-                "weights, but its `model` does."
+                "output_depth_weights=True, by argument or in the configuration: a classifier has none to return."
             )
         return super().forward(*args, output_depth_weights=False, **kwargs)

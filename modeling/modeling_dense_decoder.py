@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
-from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3ForCausalLM,
@@ -24,8 +24,8 @@ from depthmix.configuration.configuration_dense_decoder import DenseDecoderConfi
 from .depth_modeling_common import (
     AttentionProjections,
     DecoderInputs,
-    DepthCausalLMForward,
-    DepthSequenceClassificationForward,
+    DepthCausalLM,
+    DepthSequenceClassification,
     accepts_both_cache_names,
     apply_norm,
     cache_update_keywords,
@@ -135,36 +135,16 @@ class DenseDecoderModel(DecoderInputs, DenseDecoderPreTrainedModel):
         self.has_sliding_layers = "sliding_attention" in config.layer_types
 
 
-class DenseDecoderForCausalLM(DepthCausalLMForward, DenseDecoderPreTrainedModel, GenerationMixin):
-    """A base model on this backbone, which a family sets as `model_class`, with a language-model head."""
+class DenseDecoderForCausalLM(DepthCausalLM, DenseDecoderPreTrainedModel, GenerationMixin):
+    """A base model on this backbone with a language-model head."""
 
-    model_class: type[PreTrainedModel]
     _tied_weights_keys = Qwen3ForCausalLM._tied_weights_keys
     _tp_plan = Qwen3ForCausalLM._tp_plan
     _fsdp_plan = Qwen3ForCausalLM._fsdp_plan
 
-    def __init__(self, config: DenseDecoderConfig):
-        super().__init__(config)
-        self.model = self.model_class(config)
-        self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
 
-
-class DenseDecoderForSequenceClassification(
-    DepthSequenceClassificationForward, GenericForSequenceClassification, DenseDecoderPreTrainedModel
-):
-    """A base model, set as `model_class`, with a classification head on the last token that is not padding."""
-
-    model_class: type[PreTrainedModel]
-
-    def __init__(self, config: DenseDecoderConfig):
-        # the generic constructor would look the base model up in the Auto classes, where remote code is not registered
-        super(GenericForSequenceClassification, self).__init__(config)
-        self.num_labels = config.num_labels
-        self.model = self.model_class(config)
-        self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
-        self.post_init()
+class DenseDecoderForSequenceClassification(DepthSequenceClassification, DenseDecoderPreTrainedModel):
+    """A base model on this backbone with a classification head on the last token that is not padding."""
 
 
 __all__ = [

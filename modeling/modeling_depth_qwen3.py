@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
-from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3Attention,
@@ -39,9 +39,9 @@ from .depth_modeling_common import (
     HOST_CACHE_NAME,
     AttentionProjections,
     DecoderInputs,
-    DepthCausalLMForward,
+    DepthCausalLM,
     DepthModelOutputWithPast,
-    DepthSequenceClassificationForward,
+    DepthSequenceClassification,
     accepts_both_cache_names,
     apply_norm,
     cache_update_keywords,
@@ -278,32 +278,19 @@ class DepthQwen3Model(DecoderInputs, DepthQwen3PreTrainedModel, Qwen3Model):
         )
 
 
-class DepthQwen3ForCausalLM(DepthCausalLMForward, DepthQwen3PreTrainedModel, Qwen3ForCausalLM):
+class DepthQwen3ForCausalLM(DepthCausalLM, DepthQwen3PreTrainedModel, Qwen3ForCausalLM):
     """
     The decoder with a language-model head. Its forward takes what [`~transformers.Qwen3ForCausalLM`] takes, the cache
     under either of its names, and `output_depth_weights`, and returns a [`DepthCausalLMOutputWithPast`].
     """
 
-    def __init__(self, config: DepthQwen3Config):
-        super(Qwen3ForCausalLM, self).__init__(config)
-        self.model = DepthQwen3Model(config)
-        self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
+    model_class = DepthQwen3Model
 
 
-class DepthQwen3ForSequenceClassification(
-    DepthSequenceClassificationForward, GenericForSequenceClassification, DepthQwen3PreTrainedModel
-):
+class DepthQwen3ForSequenceClassification(DepthSequenceClassification, DepthQwen3PreTrainedModel):
     """The decoder with a classification head on the last token that is not padding."""
 
-    def __init__(self, config: DepthQwen3Config):
-        # the generic constructor would look the base model up in the Auto classes, where remote code is not registered
-        super(GenericForSequenceClassification, self).__init__(config)
-        self.num_labels = config.num_labels
-        self.model = DepthQwen3Model(config)
-        self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
-        self.post_init()
+    model_class = DepthQwen3Model
 
 
 __all__ = [

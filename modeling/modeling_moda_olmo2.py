@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
-from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.olmo2.modeling_olmo2 import (
     Olmo2Attention,
@@ -46,12 +46,14 @@ from depthmix.kernels.norm_rotary_mix import norm_rotary_mix
 from .depth_modeling_common import (
     HOST_CACHE_NAME,
     DecoderInputs,
-    DepthCausalLMForward,
+    DepthCausalLM,
     DepthModelOutputWithPast,
+    DepthSequenceClassification,
     accepts_both_cache_names,
     apply_norm,
     cache_update_keywords,
     foreign_layer,
+    refuse_depth_weights,
     refuse_pipeline_parallelism,
     runs_plainly,
 )
@@ -377,12 +379,12 @@ class MoDAOlmo2Model(DecoderInputs, MoDAOlmo2PreTrainedModel, Olmo2Model):
         use_cache: bool | None = None,
         **kwargs,
     ) -> DepthModelOutputWithPast:
-        if kwargs.pop("output_depth_weights", None) or getattr(self.config, "output_depth_weights", None):
-            raise ValueError(
-                "output_depth_weights=True, by argument or in the configuration: the depth slots of "
-                "Mixture-of-Depths Attention share a softmax with the tokens. Their weights are the last columns of "
-                "the attention weights (attn_implementation='eager', output_attentions=True)."
-            )
+        refuse_depth_weights(
+            self.config,
+            kwargs,
+            "depth slots share a softmax with the tokens, so that their weights are the last columns of the attention "
+            "weights (attn_implementation='eager', output_attentions=True)",
+        )
         implementation = self.config._attn_implementation
         if implementation not in ATTENTION_IMPLEMENTATIONS:
             raise unsupported_attention(implementation)
@@ -418,32 +420,19 @@ class MoDAOlmo2Model(DecoderInputs, MoDAOlmo2PreTrainedModel, Olmo2Model):
         return flat[..., -self.slot_size :].unflatten(-1, (heads, self.slot_size // heads))
 
 
-class MoDAOlmo2ForCausalLM(DepthCausalLMForward, MoDAOlmo2PreTrainedModel, Olmo2ForCausalLM):
+class MoDAOlmo2ForCausalLM(DepthCausalLM, MoDAOlmo2PreTrainedModel, Olmo2ForCausalLM):
     """
     The decoder with a language-model head. Its forward takes what [`~transformers.Olmo2ForCausalLM`] takes, the cache
     under either of its names, and returns what [`MoDAOlmo2Model`] does besides the logits.
     """
 
-    def __init__(self, config: MoDAOlmo2Config):
-        super(Olmo2ForCausalLM, self).__init__(config)
-        self.model = MoDAOlmo2Model(config)
-        self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
+    model_class = MoDAOlmo2Model
 
 
-class MoDAOlmo2ForSequenceClassification(GenericForSequenceClassification, MoDAOlmo2PreTrainedModel):
+class MoDAOlmo2ForSequenceClassification(DepthSequenceClassification, MoDAOlmo2PreTrainedModel):
     """The decoder with a classification head on the last token that is not padding."""
 
-    forward = accepts_both_cache_names(GenericForSequenceClassification.forward)
-
-    def __init__(self, config: MoDAOlmo2Config):
-        # the generic constructor would look the base model up in the Auto classes, where remote code is not registered
-        super(GenericForSequenceClassification, self).__init__(config)
-        self.num_labels = config.num_labels
-        self.model = MoDAOlmo2Model(config)
-        self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
-        self.post_init()
+    model_class = MoDAOlmo2Model
 
 
 __all__ = [

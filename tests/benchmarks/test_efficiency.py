@@ -2,25 +2,50 @@
 """`python -m benchmarks.efficiency`, at a size that runs anywhere."""
 
 import csv
+import importlib
 import subprocess
 import sys
+import weakref
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+import torch
 
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.fixture
+def efficiency(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+    return importlib.import_module("benchmarks.efficiency")
+
+
+def read_rows(folder):
+    lines = (folder / "efficiency_tiny.csv").read_text().splitlines()
+    return list(csv.DictReader(line for line in lines if not line.startswith("#")))
+
+
 @pytest.mark.slow
 def test_tiny(tmp_path):
-    command = [sys.executable, "-m", "benchmarks.efficiency", "--size", "tiny", "--output", tmp_path]
-    subprocess.run([*command, "--systems", "DenseFormer", "MoDA"], cwd=ROOT, check=True, stdout=subprocess.PIPE)
-    lines = (tmp_path / "efficiency_tiny.csv").read_text().splitlines()
-    rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
-    assert [row["system"] for row in rows] == ["vanilla", "DenseFormer", "vanilla OLMo2", "MoDA"]
-    vanilla, denseformer, olmo2, moda = rows
+    def run(*arguments):
+        command = [sys.executable, "-m", "benchmarks.efficiency", "--size", "tiny", "--output", tmp_path, *arguments]
+        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE)
+        return read_rows(tmp_path)
+
+    rows = run("--systems", "DenseFormer", "MoDA", "looped Depth-Attention")
+    names = ["vanilla", "DenseFormer", "looped vanilla", "looped Depth-Attention", "vanilla OLMo2", "MoDA"]
+    assert [row["system"] for row in rows] == names
+    vanilla, denseformer, looped, looped_mixing, olmo2, moda = rows
+    # half of the weights, all of the work and of the state; its own control is the yardstick
+    in_layers = int(vanilla["parameters"]) - (2 * 256 + 1) * 64
+    assert int(looped["parameters"]) == int(looped_mixing["parameters"]) == int(vanilla["parameters"]) - in_layers // 2
+    assert looped["forward_flops"] == vanilla["forward_flops"]
+    assert looped["state_bytes_per_token"] == vanilla["state_bytes_per_token"]
+    flops = (int(looped_mixing["forward_flops"]), int(looped["forward_flops"]))
+    assert float(looped_mixing["extra_flops_percent"]) == pytest.approx(100 * (flops[0] / flops[1] - 1), rel=1e-3)
+    assert flops[0] > flops[1] and float(looped["decode_ratio"]) == 1
     # a projection in all layers but the last; each system has a yardstick of its own backbone
     assert int(moda["added_parameters"]) == int(moda["parameters"]) - int(olmo2["parameters"]) == 3 * 2 * 64 * 32
     assert abs(float(moda["train_ratio"]) / (float(moda["train_ms"]) / float(olmo2["train_ms"])) - 1) < 0.01
@@ -36,6 +61,35 @@ def test_tiny(tmp_path):
     picture = ET.parse(tmp_path / "efficiency_tiny.svg").getroot()
     texts = [element.text for element in picture.iter("{http://www.w3.org/2000/svg}text")]
     assert texts.count("DenseFormer") == 2 and any("(paper 24)" in text for text in texts)
+
+    # a part is measured anew: all else stays, with the ratios of its own run
+    again = {row["system"]: row for row in run("--systems", "mHC", "--cases", "decode")}
+    assert list(again) == ["vanilla", "DenseFormer", "mHC", *names[2:]]
+    assert again["mHC"]["decode_ms"] and not again["mHC"]["train_ms"]
+    assert again["DenseFormer"] == denseformer and again["MoDA"] == moda
+    assert again["vanilla"]["train_ms"] == vanilla["train_ms"]
+
+
+def test_what_does_not_fit_leaves_no_memory_behind(efficiency, capsys):
+    model, made = torch.nn.Linear(4, 4), []
+
+    def prepare():
+        optimizer = torch.optim.AdamW(model.parameters())
+        made.append(weakref.ref(optimizer))
+
+        def step():
+            output = model(torch.ones(2, 4))
+            made.append(weakref.ref(output))
+            output.sum().backward()
+            optimizer.step()
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        return step
+
+    assert efficiency.time_if_it_fits("mHC, train", model, prepare) is None
+    assert capsys.readouterr().out == "mHC, train: out of memory\n"
+    assert [reference() for reference in made] == [None, None]
+    assert model.weight.grad is None
 
 
 def test_sizes_that_need_a_gpu_say_so():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import Olmo2Config, Olmo2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import DynamicCache, Olmo2Config, Olmo2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from depthmix import (
     AttnResConfig,
@@ -22,6 +22,7 @@ from depthmix import (
     MoDAOlmo2Config,
     MoDAOlmo2ForCausalLM,
 )
+from depthmix.modeling.depth_modeling_common import HOST_CACHE_NAME
 
 
 # elongated, so that what is counted outweighs what is not
@@ -38,7 +39,8 @@ TOKENS = 16
 MODELS = {
     "vanilla": Qwen3ForCausalLM(Qwen3Config(**SHAPE)),
     "Depth-Attention": DepthQwen3ForCausalLM(DepthQwen3Config(**SHAPE, depth_stride=1)),
-    "looped": DepthQwen3ForCausalLM(DepthQwen3Config(**SHAPE, depth_stride=0, num_loops=3)),
+    "looped vanilla": DepthQwen3ForCausalLM(DepthQwen3Config(**SHAPE, depth_stride=0, num_loops=2)),
+    "looped Depth-Attention": DepthQwen3ForCausalLM(DepthQwen3Config(**SHAPE, depth_stride=2, num_loops=2)),
     "AttnRes block": AttnResForCausalLM(AttnResConfig(**SHAPE, attnres_block_size=3, attnres_recency_bias=True)),
     "AttnRes full": AttnResForCausalLM(AttnResConfig(**SHAPE, attnres_variant="full")),
     "DenseFormer": DenseFormerForCausalLM(DenseFormerConfig(**SHAPE)),
@@ -53,6 +55,8 @@ MODELS = {
 
 
 def vanilla_of(name):
+    if "looped" in name:
+        return MODELS["looped vanilla"]
     return MODELS["vanilla OLMo2" if "MoDA" in name or "OLMo2" in name else "vanilla"]
 
 
@@ -115,16 +119,29 @@ def test_parameters_of_other_backbones(flops, fields):
 
 def test_vanilla_flops(flops):
     """Matrix products only, so the counter finds them all, and the angles of the rotation on some versions."""
-    for name in ("vanilla", "looped", "vanilla OLMo2"):
+    for name in ("vanilla", "looped vanilla", "vanilla OLMo2"):
         assert flops.cost(MODELS[name].config, TOKENS).flops == pytest.approx(counted(MODELS[name], {}), rel=1e-4)
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if "vanilla" not in name and name != "looped"])
+@pytest.mark.parametrize("name", [name for name in MODELS if "vanilla" not in name])
 def test_extra_flops(flops, name):
     """Beside the element-wise operations that the plain PyTorch forms do more than the vanilla model."""
     found = counted(MODELS[name], ELEMENT_WISE) - counted(vanilla_of(name), ELEMENT_WISE)
-    formula = flops.cost(MODELS[name].config, TOKENS).extra_flops
+    costs = [flops.cost(model.config, TOKENS) for model in (MODELS[name], vanilla_of(name))]
+    formula = costs[0].flops - costs[1].flops
+    assert formula == costs[0].extra_flops - costs[1].extra_flops
     assert 0.94 * formula <= found <= SLACK.get(name, 1.05) * formula
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_state(flops, name):
+    """Every layer of every pass has a slot, and nothing else is kept."""
+    model = MODELS[name]
+    cache = DynamicCache(config=model.config)
+    model(torch.zeros(1, TOKENS, dtype=torch.long), **{HOST_CACHE_NAME: cache})
+    kept = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
+    assert 2 * kept == TOKENS * flops.cost(model.config, TOKENS).state_bytes
 
 
 def test_extra_flops_of_the_released_depth_attention(flops):

@@ -8,6 +8,7 @@ import sys
 import threading
 
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from depthmix import __version__
 from depthmix.conversion import cli
@@ -117,6 +118,27 @@ def test_version(capsys):
 def test_bundle_wants_a_folder(qwen3_source, tmp_path, fails):
     assert "is not a folder. Give the folder that holds" in fails(1, "bundle", qwen3_source() / "config.json")
     assert "is not a folder" in fails(1, "bundle", tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "field", "value", "rule"),
+    [
+        ("attnres", "attnres_block_size", 0, "must be a positive number of sub-layers"),
+        ("denseformer", "dwa_dilation", 0, "must be a positive number of layers"),
+        ("depth_qwen3", "depth_stride", -1, "must be a positive number of layers"),
+        ("mhc", "mhc_num_streams", "four", "expected int"),
+        ("moda_olmo2", "moda_depth_window", 1, "must be None or at least 2"),
+    ],
+)
+def test_values_that_the_model_refuses(model_type, field, value, rule, tiny, edit_config, tmp_path, fails):
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **tiny)).save_pretrained(tmp_path)
+    edit_config(tmp_path, **{field: value})
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    for command in ("inspect", "bundle"):
+        message = fails(1, command, tmp_path)
+        assert message.startswith(f"depthmix: error: {tmp_path / 'config.json'}: ")
+        assert field in message and str(value) in message and rule in message
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_refusals_exit_with_1(released_source, tmp_path, fails):

@@ -140,7 +140,8 @@ def test_options_on_the_command_line(olmo2_source, tmp_path, capsys):
     options = ["--no-moda-ffn-slots", "--moda-attn-slots", "--moda-attn-depth-proj", "--moda-depth-window", "2"]
     main(["convert", str(source), str(dest), "--to", "moda_olmo2", *options, "--moda-depth-key-mode", "reader_norm"])
     config = json.loads((dest / "config.json").read_text())
-    assert {name: config[name] for name in config if name.startswith("moda_")} == {
+    moda_fields = {name: value for name, value in config.items() if name.startswith("moda_")}
+    assert moda_fields == {
         "moda_attn_slots": True,
         "moda_ffn_slots": False,
         "moda_attn_depth_proj": True,
@@ -150,7 +151,9 @@ def test_options_on_the_command_line(olmo2_source, tmp_path, capsys):
     }
     assert "new model.layers.*.attn_depth_kv_proj.weight (3)" in capsys.readouterr().out
     main(["inspect", str(dest)])
-    assert "MoDAOlmo2 (depthmix)" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "MoDAOlmo2 (depthmix)" in text
+    assert all(f"{name}={value}" in text for name, value in moda_fields.items())
 
 
 def test_inspect(olmo2_source):
@@ -199,3 +202,12 @@ def test_options_without_effect_are_reported(olmo2_source, tmp_path):
     options = NO_SLOTS | {"moda_depth_window": 2}
     report = convert(olmo2_source(), tmp_path / "converted", to="moda_olmo2", dry_run=True, **options)
     assert report.warnings == ["moda_depth_window=2 has no effect: there are no depth slots."]
+
+
+def test_dry_run_makes_the_start_values(olmo2_source, tmp_path, monkeypatch):
+    def broken():
+        raise RuntimeError("no generator")
+
+    monkeypatch.setattr(torch, "Generator", broken)
+    with pytest.raises(RuntimeError, match="no generator"):
+        convert(olmo2_source(), tmp_path / "converted", to="moda_olmo2", dry_run=True)

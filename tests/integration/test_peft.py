@@ -105,15 +105,19 @@ def test_new_tokens_and_modules_to_save(family, build_awake, token_ids, logits_o
     model = peft.get_peft_model(
         model, lora(["v_proj"], modules_to_save=["embed_tokens", "lm_head", "k_norm", *family.own_modules])
     )
+    fresh = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    fresh.resize_token_embeddings(100)
+    # all that the family adds is trained
+    own = [name for name, parameter in model.named_parameters() if parameter.requires_grad and family.is_own(name)]
+    assert len(own) == sum(family.is_own(name) for name, _ in fresh.named_parameters())
     ids = token_ids(2, 12)
     ids[:, 3] = 99
     for _ in range(2):
         train_one_step(model, ids)
     logits = logits_of(model, ids)
     model.save_pretrained(tmp_path / "adapter")
-    fresh = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    fresh.resize_token_embeddings(100)
     assert torch.equal(logits_of(peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter"), ids), logits)
+    assert (logits_of(model.merge_and_unload(), ids) - logits).abs().max() <= 1e-5 * logits.abs().max()
 
 
 # PEFT looks for it under its old name; from transformers 5.24 on, it therefore puts the virtual tokens in again at
