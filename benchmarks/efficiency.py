@@ -95,7 +95,7 @@ CASES = {
         lambda model, size: models.decode(model, 1, WORKLOADS[size].context, compiled=True), 8, 30
     ),
     "prefill_32k": Case(lambda model, size: models.prefill(model, WORKLOADS[size].prompts[0]), 1, 5),
-    "prefill_128k": Case(lambda model, size: models.prefill(model, WORKLOADS[size].prompts[1]), 1, 2),
+    "prefill_128k": Case(lambda model, size: models.prefill(model, WORKLOADS[size].prompts[1]), 1, 1),
     "train": Case(
         lambda model, size: models.train_step(model, models.SIZES[size].batch, models.SIZES[size].tokens), 2, 5
     ),

@@ -279,9 +279,9 @@ def compare_prefills(name: str, size: str, *, length: int, **options) -> Iterato
     yield from compare(name, size, partial(prefill, length=length), **options)
 
 
-def compare_decoding(name: str, size: str, *, batch: int, compiled: bool) -> Iterator[Measurement]:
+def compare_decoding(name: str, size: str, *, batch: int, compiled: bool, **options) -> Iterator[Measurement]:
     prepare = partial(decode, batch=batch, context=2048, compiled=compiled)
-    yield from compare(name, size, prepare, compiled=compiled, warmup=8, repeats=31)
+    yield from compare(name, size, prepare, compiled=compiled, warmup=8, repeats=31, **options)
 
 
 CASES = {
@@ -292,6 +292,7 @@ CASES = {
     "prefill_128k": partial(compare_prefills, length=131072, warmup=1, repeats=1, compiled=True),
     "decode_eager_batch_1": partial(compare_decoding, batch=1, compiled=False),
     "decode_eager_batch_32": partial(compare_decoding, batch=32, compiled=False),
+    "decode_compiled_batch_1_16_layers": partial(compare_decoding, batch=1, compiled=True, layers=16),
     "decode_compiled_batch_1": partial(compare_decoding, batch=1, compiled=True),
     "decode_compiled_batch_32": partial(compare_decoding, batch=32, compiled=True),
 }
