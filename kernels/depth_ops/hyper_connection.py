@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .depth_implementations import use_triton
+from .depth_implementations import is_transformed, use_triton
 from .hyper_connection_reference import (
     SINKHORN_ORDERS,
     hyper_connection_read_reference,
@@ -58,7 +58,7 @@ def hyper_connection_read(
             How often the matrix is divided by the sums of its columns and rows, and by which of them first.
         impl (`str`, *optional*, defaults to `"auto"`):
             `"reference"` is pure PyTorch and runs anywhere. `"triton"` asks for kernels, for fp16, bf16 and fp32 on a
-            GPU and up to 8 streams, whose gradients cannot be differentiated again. `"auto"` takes the kernels where
+            GPU and up to 5 streams, whose gradients cannot be differentiated again. `"auto"` takes the kernels where
             they support the tensors, else the reference.
 
     Returns:
@@ -148,9 +148,9 @@ def _check_shapes(expected: dict[str, tuple[Tensor, tuple[int, ...]]], num_strea
 def _recomputed(function: Callable, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
     """
     The function, of which the backward keeps the arguments only: its fp32 forms of the streams are several times as
-    large as all else that a layer keeps. A compiler decides this by itself.
+    large as all else that a layer keeps. A compiler decides this by itself, and transforms know no recomputation.
     """
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or is_transformed():
         return function(*tensors)
     return checkpoint(function, *tensors, use_reentrant=False, preserve_rng_state=False)
 

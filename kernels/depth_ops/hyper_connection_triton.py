@@ -35,16 +35,18 @@ try:
 except ImportError:
     triton = None
 
-# a thread has a whole matrix of streams by streams
-MAX_STREAMS = 8
+# a thread has a whole matrix of streams by streams, in registers, and compilation takes the longer the larger it is
+MAX_STREAMS = 5
 SCORE_TILE = {"BLOCK_T": 128, "BLOCK_D": 64, "num_warps": 4, "num_stages": 3}
+# products in fp32 need more registers
+WIDE_SCORE_TILE = SCORE_TILE | {"BLOCK_D": 32}
 # one token of a thread
 MAPS_TILE = {"BLOCK_T": 32, "num_warps": 1}
 # one token of a warp
 MIX_TILE = {"BLOCK_T": 4, "BLOCK_D": 512, "num_warps": 4}
 SUMS_TILE = {"BLOCK_T": 4, "BLOCK_D": 256, "num_warps": 4}
-READ_BWD_TILE = {"BLOCK_T": 32, "BLOCK_D": 128, "num_warps": 4, "num_stages": 3}
-PARAMETER_TILE = {"BLOCK_M": 8, "BLOCK_K": 16, "BLOCK_D": 32, "num_warps": 4}
+READ_BWD_TILE = {"BLOCK_T": 32, "BLOCK_D": 64, "num_warps": 4, "num_stages": 3}
+PARAMETER_TILE = {"BLOCK_M": 8, "BLOCK_K": 16, "BLOCK_D": 32, "BLOCK_P": 1024, "num_warps": 4}
 
 if triton is not None:
     # the interpreter multiplies no bf16 matrices
@@ -52,14 +54,14 @@ if triton is not None:
     SMALLEST_SUM = tl.constexpr(1e-12)
 
     @triton.jit
-    def _dot(exact, rounded, sums, PRECISION: tl.constexpr):
-        """Adds the product of an fp32 matrix and one of the streams' dtype to `sums`."""
+    def _dot(rounded, exact, sums, PRECISION: tl.constexpr):
+        """Adds the product of a matrix of the streams' dtype, or one of fp32, and one of fp32 to `sums`."""
         if rounded.dtype == tl.bfloat16 and not WIDENED:
             high = exact.to(tl.bfloat16)
-            sums = tl.dot((exact - high.to(tl.float32)).to(tl.bfloat16), rounded, sums)
-            return tl.dot(high, rounded, sums)
+            sums = tl.dot(rounded, (exact - high.to(tl.float32)).to(tl.bfloat16), sums)
+            return tl.dot(rounded, high, sums)
         else:
-            return tl.dot(exact, rounded.to(tl.float32), sums, input_precision=PRECISION)
+            return tl.dot(rounded.to(tl.float32), exact, sums, input_precision=PRECISION)
 
     @triton.jit
     def _folded(norm_weight, projection, map_M1, column_1D, stream, S: tl.constexpr, D: tl.constexpr):
@@ -164,15 +166,7 @@ if triton is not None:
             value_TD = tl.load(row_T1 + column_1D, mask=valid_T[:, None] & (column_1D < D), other=0.0)
             weight_MD = _folded(norm_weight, projection, map_M[:, None], column_1D, stream, S, D)
             squares_T += tl.sum(value_TD.to(tl.float32) * value_TD.to(tl.float32), 1)
-            if value_TD.dtype == tl.bfloat16 and not WIDENED:
-                high_MD = weight_MD.to(tl.bfloat16)
-                rest_MD = (weight_MD - high_MD.to(tl.float32)).to(tl.bfloat16)
-                scores_TM = tl.dot(value_TD, tl.trans(rest_MD), scores_TM)
-                scores_TM = tl.dot(value_TD, tl.trans(high_MD), scores_TM)
-            else:
-                scores_TM = tl.dot(
-                    value_TD.to(tl.float32), tl.trans(weight_MD), scores_TM, input_precision=PRECISION
-                )
+            scores_TM = _dot(value_TD, tl.trans(weight_MD), scores_TM, PRECISION)
         first = stream.to(tl.int64) * (M + 1) * tokens
         tl.store(
             scores + first + token_T[:, None] + map_M[None, :] * tokens.to(tl.int64),
@@ -409,7 +403,7 @@ if triton is not None:
         tokens = tokens.to(tl.int64)
         map_M1 = tl.arange(0, BLOCK_M)[:, None]
         weight_MD = _folded(norm_weight, projection, map_M1, column_1D, stream, S, D)
-        sums_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        sums_DM = tl.zeros([BLOCK_D, BLOCK_M], tl.float32)
         for start in range(first, end, BLOCK_T):
             token_T = start + tl.arange(0, BLOCK_T)
             valid_T = token_T < end
@@ -434,15 +428,17 @@ if triton is not None:
                     mask=mask_TD,
                     other=0.0,
                 ).to(tl.float32)
+            # transposed, so that the weights stay in shared memory
+            product_DT = tl.zeros([BLOCK_D, BLOCK_T], tl.float32)
             if value_TD.dtype == tl.bfloat16 and not WIDENED:
                 high_MD = weight_MD.to(tl.bfloat16)
                 rest_MD = (weight_MD - high_MD.to(tl.float32)).to(tl.bfloat16)
-                coefficient_TM = tl.trans(coefficient_MT)
-                grad_TD = tl.dot(coefficient_TM.to(tl.bfloat16), rest_MD, grad_TD)
-                grad_TD = _dot(coefficient_TM, high_MD, grad_TD, PRECISION)
+                product_DT = tl.dot(tl.trans(rest_MD), coefficient_MT.to(tl.bfloat16), product_DT)
+                product_DT = _dot(tl.trans(high_MD), coefficient_MT, product_DT, PRECISION)
             else:
-                grad_TD = _dot(tl.trans(coefficient_MT), weight_MD, grad_TD, PRECISION)
-            sums_MD = _dot(coefficient_MT, value_TD, sums_MD, PRECISION)
+                product_DT = _dot(tl.trans(weight_MD), coefficient_MT, product_DT, PRECISION)
+            grad_TD += tl.trans(product_DT)
+            sums_DM = _dot(tl.trans(value_TD), tl.trans(coefficient_MT), sums_DM, PRECISION)
             tl.store(
                 streams_grad + (token_T * (S * D) + stream * D)[:, None] + column_1D,
                 grad_TD,
@@ -450,7 +446,7 @@ if triton is not None:
             )
         tl.store(
             partial_sums + (tl.program_id(1).to(tl.int64) * M + map_M1) * (S * D) + stream * D + column_1D,
-            sums_MD,
+            tl.trans(sums_DM),
             mask=(map_M1 < M) & inside_1D,
         )
 
@@ -471,6 +467,7 @@ if triton is not None:
         BLOCK_M: tl.constexpr,
         BLOCK_K: tl.constexpr,
         BLOCK_D: tl.constexpr,
+        BLOCK_P: tl.constexpr,
     ):
         """
         The second reduction of all sums. The first programs have the columns of the projection, one more each entry of
@@ -508,9 +505,9 @@ if triton is not None:
             # a map's entries lie together
             rows = tl.where(part == 2, S * S, tl.where(part >= 0, S, 1))
             source = map_sums + tl.where(part >= 0, M + part * S, row) * programs.to(tl.int64)
-            sums_P = tl.zeros([1024], tl.float32)
-            for start in range(0, rows * programs, 1024):
-                place_P = start + tl.arange(0, 1024)
+            sums_P = tl.zeros([BLOCK_P], tl.float32)
+            for start in range(0, rows * programs, BLOCK_P):
+                place_P = start + tl.arange(0, BLOCK_P)
                 sums_P += tl.load(source + place_P, mask=place_P < rows * programs, other=0.0)
             total = tl.sum(sums_P)
             tl.store(logit_grads[0] + row, total, mask=row < S)
@@ -651,13 +648,14 @@ def hyper_connection_read_forward(
     if tokens:
         scores = scalars.new_empty((sizes["S"], entries + 1, tokens))
         argument = _streams(streams)
+        tile = SCORE_TILE if streams.dtype is torch.bfloat16 else WIDE_SCORE_TILE
         with device_of(streams):
-            hyper_connection_score_kernel[(triton.cdiv(tokens, SCORE_TILE["BLOCK_T"]), sizes["S"])](
+            hyper_connection_score_kernel[(triton.cdiv(tokens, tile["BLOCK_T"]), sizes["S"])](
                 *(argument, norm_weight.contiguous(), projection.contiguous(), scores, tokens),
                 BLOCK_M=_block_of(entries),
                 PRECISION=_precision(),
                 **sizes,
-                **SCORE_TILE,
+                **tile,
             )
             hyper_connection_maps_fwd_kernel[(triton.cdiv(tokens, MAPS_TILE["BLOCK_T"]),)](
                 *(scores, _contiguous(alphas), _contiguous(logits), scalars, residual, post),
