@@ -116,8 +116,10 @@ def test_kernels_equal_the_reference(case, monkeypatch):
     monkeypatch.setitem(hyper_connection_triton.PARAMETER_TILE, "BLOCK_P", 16)
     connection = Connection(shape, **options)
     exact = connection.run("reference", dtype=torch.float64)
+    allowed = errors(connection.run("reference"), exact)
     for name, error in errors(connection.run("triton"), exact).items():
-        assert error <= 1e-4, f"{name}: {error}"
+        # of sums of what nearly cancels plain PyTorch loses as much
+        assert error <= 2e-5 + 2 * allowed[name], f"{name}: {error}, {allowed[name]}"
 
 
 def test_equal_logits_share_what_the_largest_gets():
