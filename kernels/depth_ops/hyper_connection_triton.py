@@ -16,8 +16,8 @@ the gradient of the streams that it has handed on. The maps themselves are a few
 thread has all those of one token. The backward of the Sinkhorn iterations has only the product of gradient and matrix
 and the sums that the matrix was divided by; it runs through the matrices again from the last to the first.
 
-Norm weight and projection are multiplied in fp32. In products with bf16 a matrix of fp32 is the sum of two of bf16, the
-rounded one and the rest, so that nothing of the maps or of the projection's gradient is lost to the rounding of either.
+Norm weight and projection are multiplied in fp32. In products with bf16 streams a matrix of fp32 is the sum of two of
+bf16, the rounded one and the rest, which leaves a relative error of 2^-17; other products are those of fp32.
 
 Legend: S streams, T tokens, D hidden size, M = S * (S + 2) entries of the maps, P programs, K splits of the tokens.
 """
@@ -333,9 +333,7 @@ if triton is not None:
             products, matrix = _sinkhorn_step_backward(
                 products, matrix, sums_T + S * tokens, tokens, valid_T, not COLUMNS_FIRST, S
             )
-            products, matrix = _sinkhorn_step_backward(
-                products, matrix, sums_T, tokens, valid_T, COLUMNS_FIRST, S
-            )
+            products, matrix = _sinkhorn_step_backward(products, matrix, sums_T, tokens, valid_T, COLUMNS_FIRST, S)
         # the largest logit, of which there may be several, was taken from each
         total_T = tl.zeros([BLOCK_T], tl.float32)
         ties_T = tl.zeros([BLOCK_T], tl.float32)
@@ -640,7 +638,7 @@ def hyper_connection_read_forward(
     columns_first: bool,
     training: bool,
 ) -> list[Tensor]:
-    """The mix, the residual matrix, the weights of the update, and, if `training`, the `scalars` of the maps' kernel."""
+    """The mix, the residual matrix, the weights of the update, and, if `training`, the `scalars` of the maps."""
     outputs = _new_read(streams, True)
     mixed, residual, post, scalars = outputs
     tokens, sizes = _sizes(streams)
@@ -684,7 +682,7 @@ def hyper_connection_read_backward(
     columns_first: bool,
 ) -> list[Tensor]:
     """
-    Gradients of the streams, with `added_grad` added if it is given, and of norm weight, projection, alphas and logits.
+    Gradients of the streams, with `added_grad` added if it is given, of norm weight, projection, alphas and logits.
     """
     parameters = [norm_weight, projection, *alphas, *logits]
     tokens, sizes = _sizes(streams)

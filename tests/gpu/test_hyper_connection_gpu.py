@@ -38,7 +38,9 @@ def forward(tensors, impl, **options):
 def run(tensors, impl, **options):
     """Outputs and gradients."""
     outputs = forward(tensors, impl, **options)
-    grads = [draw(*output.shape, seed=20 + i, device=output.device).to(output.dtype) for i, output in enumerate(outputs)]
+    grads = [
+        draw(*output.shape, seed=20 + i, device=output.device).to(output.dtype) for i, output in enumerate(outputs)
+    ]
     return [*outputs, *torch.autograd.grad(outputs, tensors, grads)]
 
 
