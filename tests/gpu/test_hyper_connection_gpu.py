@@ -38,10 +38,11 @@ def forward(tensors, impl, **options):
 def run(tensors, impl, **options):
     """Outputs and gradients."""
     outputs = forward(tensors, impl, **options)
-    grads = [
-        draw(*output.shape, seed=20 + i, device=output.device).to(output.dtype) for i, output in enumerate(outputs)
-    ]
-    return [*outputs, *torch.autograd.grad(outputs, tensors, grads)]
+    return [*outputs, *torch.autograd.grad(outputs, tensors, grads_of(outputs))]
+
+
+def grads_of(outputs):
+    return [draw(*output.shape, seed=20 + i).to(output.dtype) for i, output in enumerate(outputs)]
 
 
 def distances(found, exact):
@@ -104,8 +105,7 @@ def test_compiled():
     expected = run(tensors, "triton")
     compiled = torch.compile(lambda *tensors: forward(tensors, "triton"), fullgraph=True)
     outputs = compiled(*tensors)
-    grads = [draw(*output.shape, seed=20 + i).to(output.dtype) for i, output in enumerate(outputs)]
-    found = [*outputs, *torch.autograd.grad(outputs, tensors, grads)]
+    found = [*outputs, *torch.autograd.grad(outputs, tensors, grads_of(outputs))]
     assert max(distances(found, [x.double() for x in expected])) < 2e-2
 
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
-"""`hyper_connection_read` and `hyper_connection_write`: the kernels, on a GPU or else interpreted, by the reference."""
+"""`hyper_connection_read` and `hyper_connection_write`: the kernels, on a GPU or else interpreted."""
 
 import json
 import os
