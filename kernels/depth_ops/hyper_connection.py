@@ -168,4 +168,4 @@ def stream_readout(streams: Tensor, logits: Tensor) -> Tensor:
     Returns:
         `torch.Tensor` of shape `[..., D]` in the dtype of the streams.
     """
-    return stream_readout_reference(streams, logits)
+    return _recomputed(stream_readout_reference, streams, logits)

@@ -74,6 +74,11 @@ if triton is not None:
         return weight_MD.to(tl.float32) * tl.load(norm_weight + place_1D, mask=inside_1D, other=0.0).to(tl.float32)
 
     @triton.jit
+    def _row(streams, token_T, stream):
+        """Addresses `[T, 1]` of rows of one stream, whose distance may not fit into 32 bits."""
+        return streams[0] + (token_T * streams[1] + tl.cast(stream, tl.int64) * streams[2])[:, None]
+
+    @triton.jit
     def _map_logit(projected_T, alphas, logits, index: tl.constexpr, S: tl.constexpr):
         part: tl.constexpr = (index >= S) + (index >= 2 * S)
         alpha = tl.load(alphas[part]).to(tl.float32)
@@ -157,7 +162,7 @@ if triton is not None:
         token_T = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
         valid_T = token_T < tokens
         stream = tl.program_id(1)
-        row_T1 = streams[0] + (token_T * streams[1])[:, None] + stream.to(tl.int64) * streams[2]
+        row_T1 = _row(streams, token_T, stream)
         map_M = tl.arange(0, BLOCK_M)
         scores_TM = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
         squares_T = tl.zeros([BLOCK_T], tl.float32)
@@ -246,7 +251,7 @@ if triton is not None:
         mask_TD = valid_T[:, None] & (column_1D < D)
         mixed_TD = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
         for i in tl.static_range(S):
-            address_TD = streams[0] + (token_T * streams[1] + i * streams[2])[:, None] + column_1D
+            address_TD = _row(streams, token_T, i) + column_1D
             pre_T = tl.load(scalars + (S * (S + 2) + 1 + i) * tokens.to(tl.int64) + token_T, mask=valid_T, other=0.0)
             mixed_TD += pre_T[:, None] * tl.load(address_TD, mask=mask_TD, other=0.0).to(tl.float32)
         tl.store(mixed + (token_T * D)[:, None] + column_1D, mixed_TD, mask=mask_TD)
@@ -275,7 +280,7 @@ if triton is not None:
             grad_TD = tl.load(address_TD, mask=mask_TD, other=0.0).to(tl.float32)
             new_sums = ()
             for i in tl.static_range(S):
-                address_TD = streams[0] + (token_T * streams[1] + i * streams[2])[:, None] + column_1D
+                address_TD = _row(streams, token_T, i) + column_1D
                 value_TD = tl.load(address_TD, mask=mask_TD, other=0.0).to(tl.float32)
                 new_sums += (sums[i] + _thread_sums(grad_TD * value_TD, BLOCK_T, BLOCK_D),)
             sums = new_sums
@@ -406,9 +411,7 @@ if triton is not None:
             token_T = start + tl.arange(0, BLOCK_T)
             valid_T = token_T < end
             mask_TD = valid_T[:, None] & inside_1D
-            value_TD = tl.load(
-                streams[0] + (token_T * streams[1] + stream * streams[2])[:, None] + column_1D, mask=mask_TD, other=0.0
-            )
+            value_TD = tl.load(_row(streams, token_T, stream) + column_1D, mask=mask_TD, other=0.0)
             mixed_grad_TD = tl.load(
                 mixed_grad[0] + (token_T * mixed_grad[1])[:, None] + column_1D, mask=mask_TD, other=0.0
             )
@@ -422,7 +425,7 @@ if triton is not None:
             grad_TD = pre_T[:, None] * mixed_grad_TD.to(tl.float32) - shrink_T[:, None] * value_TD.to(tl.float32)
             if added_grad is not None:
                 grad_TD += tl.load(
-                    added_grad[0] + (token_T * added_grad[1] + stream * added_grad[2])[:, None] + column_1D,
+                    _row(added_grad, token_T, stream) + column_1D,
                     mask=mask_TD,
                     other=0.0,
                 ).to(tl.float32)
@@ -545,7 +548,7 @@ if triton is not None:
         mask_TD = valid_T[:, None] & (column_1D < D)
         values = ()
         for i in tl.static_range(S):
-            address_TD = streams[0] + (token_T * streams[1] + i * streams[2])[:, None] + column_1D
+            address_TD = _row(streams, token_T, i) + column_1D
             values += (tl.load(address_TD, mask=mask_TD, other=0.0),)
         update_TD = tl.load(update[0] + (token_T * update[1])[:, None] + column_1D, mask=mask_TD, other=0.0)
         matrix, weights = _load_maps(residual, post, token_T, valid_T, S)
@@ -586,9 +589,9 @@ if triton is not None:
             grads = ()
             values = ()
             for i in tl.static_range(S):
-                address_TD = new_streams_grad[0] + (token_T * new_streams_grad[1] + i * new_streams_grad[2])[:, None]
+                address_TD = _row(new_streams_grad, token_T, i)
                 grads += (tl.load(address_TD + column_1D, mask=mask_TD, other=0.0),)
-                address_TD = streams[0] + (token_T * streams[1] + i * streams[2])[:, None]
+                address_TD = _row(streams, token_T, i)
                 values += (tl.load(address_TD + column_1D, mask=mask_TD, other=0.0),)
             update_grad_TD = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
             new_sums = ()

@@ -12,7 +12,7 @@ from ahead_of_time_attn_res import Recorders
 from depthmix.kernels import hyper_connection_triton
 
 
-# streams, hidden size, dtype, dtype of the parameters, for which targets, and whether with the kernels of the maps: these
+# streams, hidden size, dtype, dtype of the parameters, for which targets, whether with the kernels of the maps, which
 # take long and see no streams
 SHAPES = (
     (4, 2048, torch.bfloat16, torch.bfloat16, ("sm_90", "gfx942"), True),
