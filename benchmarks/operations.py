@@ -10,7 +10,12 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from depthmix.kernels import moda_attention, norm_rotary_mix_triton
+from depthmix.kernels import (
+    hyper_connection_read,
+    hyper_connection_write,
+    moda_attention,
+    norm_rotary_mix_triton,
+)
 from depthmix.kernels.norm_rotary_mix_reference import norm_rotary_mix_reference
 
 from .harness import Measurement, captured, measure, release_memory
@@ -180,6 +185,117 @@ def moda(name: str, size: str, *, tokens: int, group: int, slots: int) -> Iterat
         release_memory()
 
 
+def connection_inputs(tokens: int, size: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """
+    Of a connection of four streams and a sub-layer with this output: streams, output and parameters, and gradients of
+    what it reads and of the new streams.
+    """
+
+    def draw(*shape, scale=1.0):
+        return (scale * torch.randn(shape, device="cuda")).bfloat16()
+
+    leaves = [draw(tokens, 4, size), draw(tokens, size)]
+    leaves += [1 + draw(4 * size, scale=0.1), draw(24, 4 * size, scale=(4 * size) ** -0.5)]
+    leaves += [draw(*shape) for shape in ((1,), (1,), (1,), (4,), (4,), (4, 4))]
+    return [leaf.requires_grad_() for leaf in leaves], [draw(tokens, size), draw(tokens, 4, size)]
+
+
+def connection(leaves: list[torch.Tensor], impl: str) -> tuple[torch.Tensor, torch.Tensor]:
+    streams, update, norm_weight, projection, *rest = leaves
+    mixed, residual, post, streams = hyper_connection_read(
+        *(streams, norm_weight, projection, rest[:3], rest[3:]), eps=1e-6, order="rows_first", impl=impl
+    )
+    return mixed, hyper_connection_write(streams, update, residual, post, impl=impl)
+
+
+def liger_leaves(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The same connection for liger-kernel, which has no norm weight of its own."""
+    streams, update, norm_weight, projection, *rest = (leaf.detach() for leaf in leaves)
+    phi, bias = (norm_weight * projection).t().contiguous(), torch.cat([logits.flatten() for logits in rest[3:]])
+    alphas = [alpha.float().squeeze() for alpha in rest[:3]]
+    return [leaf.requires_grad_() for leaf in (streams, update, phi, bias.float(), *alphas)]
+
+
+def liger_connection(leaves: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Its iterations, too, start with the rows; without its epsilon in the sums they are the same."""
+    from liger_kernel.transformers.functional import liger_mhc_coeffs, liger_mhc_post_res, liger_mhc_pre
+
+    streams, update, *parameters = leaves
+    pre, post, residual = liger_mhc_coeffs(streams, *parameters, sinkhorn_eps=0.0)
+    return liger_mhc_pre(streams, pre), liger_mhc_post_res(streams, update, post, residual)
+
+
+def check_connection(size: int) -> None:
+    """The gate: results and gradients are those of the reference, but for the rounding of bf16."""
+    leaves, grads = connection_inputs(300, size)
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    exact, ours = connection(wide, "reference"), connection(leaves, "triton")
+    results = [
+        [*outputs, *torch.autograd.grad(outputs, inputs, [grad.to(outputs[0].dtype) for grad in grads])]
+        for outputs, inputs in ((ours, leaves), (exact, wide))
+    ]
+    for actual, expected in zip(*results, strict=True):
+        error = ((actual.double() - expected).norm() / expected.norm()).item()
+        if not error < 1.2e-2:
+            raise RuntimeError(f"hyper_connection_read and _write are off by {error} from their reference.")
+
+
+def hyper_connection(name: str, size: str, *, tokens: int, hidden_size: int, backward: bool) -> Iterator[Measurement]:
+    """
+    Read and write, beside a copy of what they have to read and write: each input and each gradient once. The reference
+    is that of the package, which keeps its inputs only, and the same compiled.
+    """
+    check_connection(hidden_size)
+    calls, streams = 4, 4
+    leaves, grads = connection_inputs(tokens, hidden_size)
+    states = (streams + 1) + (2 * streams + 1)
+    if backward:
+        # of the write, and of the read, which takes the gradient of the streams from it
+        states += (3 * streams + 2) + (3 * streams + 1)
+    moved = states * leaves[1].nbytes
+    source = torch.randn(moved // 4, device="cuda", dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+
+    def step(way, inputs):
+        for _ in range(calls):
+            if backward:
+                torch.autograd.grad(way(inputs), inputs, grads)
+            else:
+                with torch.no_grad():
+                    way(inputs)
+
+    def copies():
+        for _ in range(calls):
+            target.copy_(source)
+
+    ways = {
+        "depthmix": (partial(connection, impl="triton"), leaves),
+        "liger-kernel": (liger_connection, liger_leaves(leaves)),
+        "reference": (partial(connection, impl="reference"), leaves),
+        "compiled": (torch.compile(partial(connection, impl="reference")), leaves),
+    }
+    for model, (way, inputs) in ways.items():
+        try:
+            copy, timing = measure([copies, partial(step, way, inputs)])
+        except Exception as error:
+            print(f"{name:42} {model:16} does not run: {type(error).__name__}: {str(error)[:120]}", flush=True)
+            continue
+        for row, each in [("copy", copy)] * (model == "depthmix") + [(model, timing)]:
+            yield Measurement(
+                *(name, "", row, each.median / calls, min(each.times) / calls, max(each.times) / calls),
+                gib=moved / 2**30,
+                ratio=each.median / copy.median,
+            )
+    release_memory()
+
+
+CONNECTION_CASES = {
+    f"hyper_connection_T{tokens}_D{hidden_size}_{'forward_backward' if backward else 'forward'}": partial(
+        hyper_connection, tokens=tokens, hidden_size=hidden_size, backward=backward
+    )
+    for tokens, hidden_size in ((16384, 2048), (16384, 1536), (8192, 4096))
+    for backward in (False, True)
+}
 MODA_CASES = {
     f"moda_attention_T{tokens}_G{group}_n{slots}": partial(moda, tokens=tokens, group=group, slots=slots)
     for tokens, group, slots in (
@@ -191,7 +307,9 @@ MODA_CASES = {
         (16384, 8, 256),
     )
 }
-CASES = MODA_CASES | {
+# of no model's size
+UNSIZED_CASES = MODA_CASES | CONNECTION_CASES
+CASES = UNSIZED_CASES | {
     f"{'norm_rotary_mix' if fused else 'depth_value_mix'}_{sources}_sources_{direction}_{tokens}": partial(
         operation,
         batch=batch,

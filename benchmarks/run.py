@@ -32,8 +32,8 @@ def main() -> None:
     measurements, failed = [], []
     for size in arguments.size:
         for name in arguments.cases:
-            if name in operations.MODA_CASES and size != arguments.size[0]:
-                continue  # of no model's size
+            if name in operations.UNSIZED_CASES and size != arguments.size[0]:
+                continue
             try:
                 for m in CASES[name](name, size):
                     measurements.append(m)

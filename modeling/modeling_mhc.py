@@ -16,6 +16,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from depthmix.configuration.configuration_mhc import MHCConfig
+from depthmix.kernels.depth_implementations import check_implementation
 from depthmix.kernels.hyper_connection import hyper_connection_read, hyper_connection_write, stream_readout
 
 from .depth_modeling_common import (
@@ -49,6 +50,8 @@ class MHCConnection(nn.Module):
 
     def __init__(self, config: MHCConfig):
         super().__init__()
+        check_implementation(config.depth_impl, "hyper_connection_read")
+        self.impl = config.depth_impl
         streams, self.alpha_start = config.mhc_num_streams, config.mhc_alpha_init
         self.eps = config.rms_norm_eps
         self.iterations = config.mhc_sinkhorn_iters
@@ -79,10 +82,10 @@ class MHCConnection(nn.Module):
         init.zeros_(self.post_logits)
         init.copy_(self.residual_logits, self.near_identity(streams))
 
-    def forward(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """
-        What the sub-layer reads, `[B, T, hidden]`, the matrix that mixes the streams, `[B, T, streams, streams]`, and
-        how much of its output each of them gets, `[B, T, streams]`.
+        What the sub-layer reads, `[B, T, hidden]`, the matrix that mixes the streams, `[B, T, streams, streams]`, how
+        much of its output each of them gets, `[B, T, streams]`, and the streams as they are to be used from here on.
         """
         return hyper_connection_read(
             streams,
@@ -93,6 +96,7 @@ class MHCConnection(nn.Module):
             eps=self.eps,
             iterations=self.iterations,
             order=self.order,
+            impl=self.impl,
         )
 
 
@@ -117,11 +121,12 @@ class MHCDecoderLayer(DenseDecoderLayer):
 
     @accepts_both_cache_names
     def forward(self, hidden_states: torch.Tensor, past_key_values: Cache | None = None, **kwargs) -> torch.Tensor:
-        mixed, residual, post = self.attn_connection(hidden_states)
+        mixed, residual, post, hidden_states = self.attn_connection(hidden_states)
         update = self.attend(mixed, past_key_values=past_key_values, **kwargs)
-        hidden_states = hyper_connection_write(hidden_states, update, residual, post)
-        mixed, residual, post = self.mlp_connection(hidden_states)
-        return hyper_connection_write(hidden_states, self.feed_forward(mixed), residual, post)
+        hidden_states = hyper_connection_write(hidden_states, update, residual, post, impl=self.depth_impl)
+        mixed, residual, post, hidden_states = self.mlp_connection(hidden_states)
+        update = self.feed_forward(mixed)
+        return hyper_connection_write(hidden_states, update, residual, post, impl=self.depth_impl)
 
 
 class MHCPreTrainedModel(DenseDecoderPreTrainedModel):

@@ -22,22 +22,14 @@ tensors.
 Legend: T tokens, D hidden size, N sources, S sites, P programs; in the kernels R rows of a program.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from .depth_implementations import (
-    INTERPRETED,
-    device_of,
-    is_recorded,
-    multiprocessors,
-    operation_namespace,
-    triton_obstacle,
-)
+from .depth_implementations import INTERPRETED, device_of, multiprocessors, triton_obstacle
+from .typed_operations import DifferentiableOperation, Operation
 
 
 try:
@@ -1235,83 +1227,6 @@ def _launch(kernel: str, tensor: Tensor) -> tuple[int, dict[str, int], int]:
     return tokens, *_constants(TILES[kernel], tokens, tensor.shape[-1], tensor.device)
 
 
-def _is_plain(tensors: Sequence[Tensor]) -> bool:
-    """Whether nothing watches or replaces these tensors, so that the dispatcher, which takes time, may be left out."""
-    return not is_recorded() and all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
-
-
-def _tensors(inputs: Sequence) -> list[Tensor]:
-    flat = [x for entry in inputs for x in (entry if isinstance(entry, list) else [entry])]
-    return [x for x in flat if isinstance(x, Tensor)]
-
-
-class _Operation:
-    """
-    A function of tensors and lists of tensors that gives a list of tensors, also typed, for the compiler to see it.
-
-    Args:
-        function (callable): What runs.
-        new_outputs (callable): With the same arguments, gives tensors like its results.
-    """
-
-    def __init__(self, function: Callable, new_outputs: Callable):
-        self.function = function
-        name = f"{operation_namespace(__name__)}::{function.__name__}"
-        self.typed = torch.library.custom_op(name, function, mutates_args=())
-        self.typed.register_fake(new_outputs)
-
-    def __call__(self, *inputs) -> list[Tensor]:
-        return self.function(*inputs) if _is_plain(_tensors(inputs)) else self.typed(*inputs)
-
-
-class _DifferentiableOperation(_Operation):
-    """
-    One whose last argument, `training`, asks for another output, which the backward needs. Some inputs are handed on
-    as further outputs: whoever reads them from there leaves it to the backward to add up their gradients.
-
-    Args:
-        save, backward (callable): As `torch.library.register_autograd` takes them; the backward may get gradients of
-            what is handed on, after those of the outputs.
-        handed_on (callable): Gives these, with the same arguments.
-    """
-
-    def __init__(
-        self, function: Callable, new_outputs: Callable, save: Callable, backward: Callable, handed_on: Callable
-    ):
-        super().__init__(function, new_outputs)
-        self.save, self.backward, self.handed_on = save, backward, handed_on
-        self.typed.register_autograd(backward, setup_context=save)
-
-    def __call__(self, *inputs) -> list[Tensor]:
-        tensors = _tensors(inputs)
-        training = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-        if not (training and _is_plain(tensors)):
-            # a typed operation may not return its inputs
-            return [*super().__call__(*inputs, training), *self.handed_on(*inputs)]
-        lengths = tuple(len(x) if isinstance(x, list) else None for x in inputs)
-        flat = [x for entry in inputs for x in (entry if isinstance(entry, list) else [entry])]
-        return list(_PlainFunction.apply(self, lengths, *flat))
-
-
-class _PlainFunction(torch.autograd.Function):
-    """A differentiable operation without the dispatcher."""
-
-    @staticmethod
-    def forward(ctx, operation, lengths, *flat):
-        flat = iter(flat)
-        inputs = [next(flat) if length is None else [next(flat) for _ in range(length)] for length in lengths]
-        outputs = operation.function(*inputs, True)
-        operation.save(ctx, (*inputs, True), output=outputs)
-        ctx.operation = operation
-        return *outputs, *operation.handed_on(*inputs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *grads):
-        grads = ctx.operation.backward(ctx, grads)[:-1]
-        return None, None, *(grad for entry in grads for grad in (entry if isinstance(entry, list) else [entry]))
-
-
 def _save_attn_res(ctx, inputs, output):
     sources, query, gain, bias, output_norm, ctx.eps, ctx.factor, training = inputs
     ctx.set_materialize_grads(False)
@@ -1404,42 +1319,42 @@ def _so_far_as_given(grads, *inputs):
     return [None if x is None else next(grads) for x in inputs]
 
 
-_attn_res_backward = _Operation(
+_attn_res_backward = Operation(
     attn_res_backward,
     lambda mixed_grad, sources, query, gain, bias, output_norm, *_: [
         *map(_new_like, sources),
         *_new_parameter_grads(query, gain, output_norm, bias),
     ],
 )
-_attn_res_phase_1_backward = _Operation(
+_attn_res_phase_1_backward = Operation(
     attn_res_phase_1_backward,
     lambda output_grads, log_sum_exp_grads, added_grads, sources, queries, gains, scalars: [
         *map(_new_like, sources),
         *_new_parameter_grads(torch.stack(queries), torch.stack(gains) if gains else None),
     ],
 )
-_attn_res_phase_2_backward = _Operation(
+_attn_res_phase_2_backward = Operation(
     attn_res_phase_2_backward,
     lambda partial_grad, mixed_grad, output, sources, partial, query, gain, bias, output_norm, *_: [
         *(_new_like(partial), _new_scalars(partial), _new_like(partial)),
         *_new_parameter_grads(query, gain, output_norm, bias),
     ],
 )
-run_attn_res = _DifferentiableOperation(
+run_attn_res = DifferentiableOperation(
     attn_res_forward,
     lambda sources, query, gain, bias, output_norm, eps, factor, training: _new_mix(sources, training),
     _save_attn_res,
     _backward_attn_res,
     lambda *inputs: [],
 )
-run_attn_res_phase_1 = _DifferentiableOperation(
+run_attn_res_phase_1 = DifferentiableOperation(
     attn_res_phase_1_forward,
     lambda sources, queries, gains, eps, training: _new_phase_1(sources, len(queries), training),
     _save_phase_1,
     _backward_phase_1,
     lambda sources, queries, *_: sources if len(sources) > 1 else sources * (len(queries) + 1),
 )
-run_attn_res_phase_2 = _DifferentiableOperation(
+run_attn_res_phase_2 = DifferentiableOperation(
     attn_res_phase_2_forward,
     lambda output, log_sum_exp, partial, update, *rest: _new_phase_2(partial, update, rest[-1]),
     _save_phase_2,

@@ -67,13 +67,18 @@ def triton_obstacle(tensors: Iterable[Tensor]) -> str | None:
 def plain_tensor_obstacle(tensors: Iterable[Tensor]) -> str | None:
     """The same, as far as it holds for any typed operation, whatever runs in it."""
     if not torch.compiler.is_compiling():
-        if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+        if is_transformed():
             return "does not work under transforms of torch.func or forward-mode differentiation"
         if wrappers := [tensor for tensor in tensors if is_traceable_wrapper_subclass(tensor)]:
             return f"works on plain tensors, not on {type(wrappers[0]).__name__}"
     if len(devices := {tensor.device for tensor in tensors}) > 1:
         return f"needs all tensors on one device, not on {', '.join(sorted(map(str, devices)))}"
     return None
+
+
+def is_transformed() -> bool:
+    """Whether there is more to differentiate than autograd does."""
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
 def operation_namespace(module_name: str) -> str:

@@ -8,11 +8,17 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from .depth_implementations import is_transformed, use_triton
 from .hyper_connection_reference import (
     SINKHORN_ORDERS,
     hyper_connection_read_reference,
     hyper_connection_write_reference,
     stream_readout_reference,
+)
+from .hyper_connection_triton import (
+    hyper_connection_obstacle,
+    run_hyper_connection_read,
+    run_hyper_connection_write,
 )
 
 
@@ -26,7 +32,8 @@ def hyper_connection_read(
     eps: float,
     iterations: int = 20,
     order: str = "columns_first",
-) -> tuple[Tensor, Tensor, Tensor]:
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     r"""
     What a sub-layer reads from the residual streams, and the maps by which its output is written to them (equations 7
     to 9 of the paper).
@@ -49,17 +56,23 @@ def hyper_connection_read(
             Of the norm.
         iterations (`int`, *optional*, defaults to 20), order (`str`, *optional*, defaults to `"columns_first"`):
             How often the matrix is divided by the sums of its columns and rows, and by which of them first.
+        impl (`str`, *optional*, defaults to `"auto"`):
+            `"reference"` is pure PyTorch and runs anywhere. `"triton"` asks for kernels, for fp16, bf16 and fp32 on a
+            GPU and up to 5 streams, whose gradients cannot be differentiated again. `"auto"` takes the kernels where
+            they support the tensors, else the reference.
 
     Returns:
         \\(h\\), `[..., D]`, in the dtype of the streams; \\(R\\), `[..., S, S]`, and \\(p\\), `[..., S]`, in fp32
-        (fp64 for fp64 inputs), in which everything is computed.
+        (fp64 for fp64 inputs), in which everything is computed; then the streams. Whoever uses these from here on
+        spares the backward an addition.
 
     Raises:
-        `ValueError`: if shapes do not fit together, or there is no such order.
+        `ValueError`: if shapes do not fit together, or there is no such order or `impl`.
+        `RuntimeError`: if `impl="triton"` cannot run.
     """
     if order not in SINKHORN_ORDERS:
         raise ValueError(f"order={order!r}: must be one of {', '.join(SINKHORN_ORDERS)}.")
-    num_streams, size = streams.shape[-2:]
+    num_streams, size = _check_streams(streams)
     expected = {
         "norm_weight": (norm_weight, (num_streams * size,)),
         "projection": (projection, (num_streams * (num_streams + 2), num_streams * size)),
@@ -67,16 +80,24 @@ def hyper_connection_read(
         "logits[1]": (logits[1], (num_streams,)),
         "logits[2]": (logits[2], (num_streams, num_streams)),
     }
-    for name, (tensor, shape) in expected.items():
-        if tensor.shape != shape:
-            raise ValueError(
-                f"{name} has shape {list(tensor.shape)}: must be {list(shape)} for {num_streams} streams of {size}."
-            )
+    for i, alpha in enumerate(alphas):
+        if alpha.numel() != 1:
+            raise ValueError(f"alphas[{i}] has shape {list(alpha.shape)}: must be a single number.")
+    _check_shapes(expected, num_streams, size)
+    tensors = (streams, norm_weight, projection, *alphas, *logits)
+    if use_triton(impl, "hyper_connection_read", hyper_connection_obstacle(*tensors)):
+        mixed, residual, post, *others = run_hyper_connection_read(
+            *(streams, norm_weight, projection, list(alphas), list(logits)),
+            *(eps, iterations, order == "columns_first"),
+        )
+        return mixed, residual, post, others[-1]
     function = partial(hyper_connection_read_reference, eps=eps, iterations=iterations, order=order)
-    return _recomputed(function, streams, norm_weight, projection, *alphas, *logits)
+    return *_recomputed(function, *tensors), streams
 
 
-def hyper_connection_write(streams: Tensor, update: Tensor, residual: Tensor, post: Tensor) -> Tensor:
+def hyper_connection_write(
+    streams: Tensor, update: Tensor, residual: Tensor, post: Tensor, *, impl: str = "auto"
+) -> Tensor:
     r"""
     The residual streams after a sub-layer, \\(x'_i = \sum_j R_{ij} x_j + p_i u\\) (equation 3 of the paper).
 
@@ -87,19 +108,49 @@ def hyper_connection_write(streams: Tensor, update: Tensor, residual: Tensor, po
             The sub-layer's output.
         residual (`torch.Tensor` of shape `[..., S, S]`), post (`torch.Tensor` of shape `[..., S]`):
             \\(R\\) and \\(p\\) of [`hyper_connection_read`].
+        impl: as there.
 
     Returns:
         `torch.Tensor` of shape `[..., S, D]` in the dtype of the streams, rounded once.
+
+    Raises:
+        `ValueError`: if shapes do not fit together, or there is no such `impl`.
+        `RuntimeError`: if `impl="triton"` cannot run.
     """
-    return _recomputed(hyper_connection_write_reference, streams, update, residual, post)
+    num_streams, size = _check_streams(streams)
+    leading = streams.shape[:-2]
+    expected = {
+        "update": (update, (*leading, size)),
+        "residual": (residual, (*leading, num_streams, num_streams)),
+        "post": (post, (*leading, num_streams)),
+    }
+    _check_shapes(expected, num_streams, size)
+    tensors = (streams, update, residual, post)
+    if use_triton(impl, "hyper_connection_write", hyper_connection_obstacle(*tensors)):
+        return run_hyper_connection_write(*tensors)[0]
+    return _recomputed(hyper_connection_write_reference, *tensors)
+
+
+def _check_streams(streams: Tensor) -> torch.Size:
+    if streams.ndim < 2:
+        raise ValueError(f"streams has shape {list(streams.shape)}: must be [..., S, D].")
+    return streams.shape[-2:]
+
+
+def _check_shapes(expected: dict[str, tuple[Tensor, tuple[int, ...]]], num_streams: int, size: int) -> None:
+    for name, (tensor, shape) in expected.items():
+        if tensor.shape != shape:
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)}: must be {list(shape)} for {num_streams} streams of {size}."
+            )
 
 
 def _recomputed(function: Callable, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
     """
     The function, of which the backward keeps the arguments only: its fp32 forms of the streams are several times as
-    large as all else that a layer keeps. A compiler decides this by itself.
+    large as all else that a layer keeps. A compiler decides this by itself, and transforms know no recomputation.
     """
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or is_transformed():
         return function(*tensors)
     return checkpoint(function, *tensors, use_reentrant=False, preserve_rng_state=False)
 
@@ -117,4 +168,4 @@ def stream_readout(streams: Tensor, logits: Tensor) -> Tensor:
     Returns:
         `torch.Tensor` of shape `[..., D]` in the dtype of the streams.
     """
-    return stream_readout_reference(streams, logits)
+    return _recomputed(stream_readout_reference, streams, logits)

@@ -6,9 +6,10 @@ import functools
 import pytest
 import torch
 from causal_lm_checks import CausalLMChecks, assert_close
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 from depthmix import MHCConfig, MHCForCausalLM, MHCForSequenceClassification
+from depthmix.modeling.depth_modeling_common import HOST_CACHE_NAME
 from depthmix.modeling.modeling_mhc import MHCConnection, MHCReadout
 
 
@@ -107,6 +108,34 @@ class TestStart:
         own = [name for name in fresh if "_connection." in name or "readout" in name]
         assert len(own) == 8 * 8 + 1
         assert all(torch.equal(state[name], fresh[name]) for name in own)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("fields", [{}, {"mhc_num_streams": 3, "mhc_sinkhorn_order": "rows_first"}])
+def test_kernels_in_training_and_decoding(build, token_ids, fields):
+    ids, fields = token_ids(2, 9), {"num_hidden_layers": 2, "mhc_sinkhorn_iters": 3} | fields
+    expected, model = (build(**fields, depth_impl=impl) for impl in ("reference", "triton"))
+    results = []
+    for each in (expected, model):
+        outputs = each(ids, labels=ids, use_cache=False)
+        outputs.loss.backward()
+        results.append(outputs.logits)
+    assert_close(*results)
+    for name, parameter in model.named_parameters():
+        gradient = expected.get_parameter(name).grad
+        # rows that sum to one change nothing while the streams are equal
+        assert (parameter.grad - gradient).norm() <= 1e-4 * gradient.norm() + 1e-6, name
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        steps = [model(chunk, **{HOST_CACHE_NAME: cache}).logits for chunk in ids.split([6, 1, 2], dim=1)]
+    assert_close(torch.cat(steps, dim=1), results[0])
+
+
+@pytest.mark.triton
+def test_explicit_kernel_does_not_fall_back(build, token_ids):
+    with pytest.raises(RuntimeError, match="impl='triton': the kernel of hyper_connection_read supports from 1 to 5"):
+        build(depth_impl="triton", mhc_num_streams=6)(token_ids(1, 3))
+    assert build(mhc_num_streams=6)(token_ids(1, 3)).logits.isfinite().all()
 
 
 @torch.no_grad()

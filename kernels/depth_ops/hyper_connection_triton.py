@@ -1,0 +1,882 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""
+Triton kernels of manifold-constrained hyper-connections.
+
+Bytes, in units of one hidden state (tokens x hidden size), with S streams:
+
+    operation            reads              writes
+    read                 2 S                1
+    write                S + 1              S
+    write, bwd           2 S + 1            S + 1
+    read, bwd            3 S + 2            S
+
+The read goes over the streams once for the projection, a matrix product whose rows are the maps, and once for the mix.
+Its backward goes over them once for the gradients of the weights of the mix, and once for all else, to which it adds
+the gradient of the streams that it has handed on. The maps themselves are a few dozen numbers for each token, and a
+thread has all those of one token. The backward of the Sinkhorn iterations has only the product of gradient and matrix
+and the sums that the matrix was divided by; it runs through the matrices again from the last to the first.
+
+Norm weight and projection are multiplied in fp32. In products with bf16 streams a matrix of fp32 is the sum of two of
+bf16, the rounded one and the rest, which leaves a relative error of 2^-17; other products are those of fp32.
+
+Legend: S streams, T tokens, D hidden size, M = S * (S + 2) entries of the maps, P programs, K splits of the tokens.
+"""
+
+import torch
+from torch import Tensor
+
+from .depth_implementations import INTERPRETED, device_of, multiprocessors, triton_obstacle
+from .typed_operations import DifferentiableOperation, Operation
+
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+
+# a thread has a whole matrix of streams by streams, in registers, and compilation takes the longer the larger it is
+MAX_STREAMS = 5
+SCORE_TILE = {"BLOCK_T": 128, "BLOCK_D": 64, "num_warps": 4, "num_stages": 3}
+# products in fp32 need more registers
+WIDE_SCORE_TILE = SCORE_TILE | {"BLOCK_D": 32}
+# one token of a thread
+MAPS_TILE = {"BLOCK_T": 32, "num_warps": 1}
+# one token of a warp
+MIX_TILE = {"BLOCK_T": 4, "BLOCK_D": 512, "num_warps": 4}
+SUMS_TILE = {"BLOCK_T": 4, "BLOCK_D": 256, "num_warps": 4}
+READ_BWD_TILE = {"BLOCK_T": 32, "BLOCK_D": 64, "num_warps": 4, "num_stages": 3}
+PARAMETER_TILE = {"BLOCK_M": 8, "BLOCK_K": 16, "BLOCK_D": 32, "BLOCK_P": 1024, "num_warps": 4}
+
+if triton is not None:
+    # the interpreter multiplies no bf16 matrices
+    WIDENED = tl.constexpr(INTERPRETED)
+    SMALLEST_SUM = tl.constexpr(1e-12)
+
+    @triton.jit
+    def _dot(rounded, exact, sums, PRECISION: tl.constexpr):
+        """Adds the product of a matrix of the streams' dtype, or one of fp32, and one of fp32 to `sums`."""
+        if rounded.dtype == tl.bfloat16 and not WIDENED:
+            high = exact.to(tl.bfloat16)
+            sums = tl.dot(rounded, (exact - high.to(tl.float32)).to(tl.bfloat16), sums)
+            return tl.dot(rounded, high, sums)
+        else:
+            return tl.dot(rounded.to(tl.float32), exact, sums, input_precision=PRECISION)
+
+    @triton.jit
+    def _folded(norm_weight, projection, map_M1, column_1D, stream, S: tl.constexpr, D: tl.constexpr):
+        """What one stream is multiplied by, fp32."""
+        inside_1D = column_1D < D
+        place_1D = stream * D + column_1D
+        weight_MD = tl.load(
+            projection + map_M1 * (S * D) + place_1D, mask=(map_M1 < S * (S + 2)) & inside_1D, other=0.0
+        )
+        return weight_MD.to(tl.float32) * tl.load(norm_weight + place_1D, mask=inside_1D, other=0.0).to(tl.float32)
+
+    @triton.jit
+    def _row(streams, token_T, stream):
+        """Addresses `[T, 1]` of rows of one stream, whose distance may not fit into 32 bits."""
+        return streams[0] + (token_T * streams[1] + tl.cast(stream, tl.int64) * streams[2])[:, None]
+
+    @triton.jit
+    def _map_logit(projected_T, alphas, logits, index: tl.constexpr, S: tl.constexpr):
+        part: tl.constexpr = (index >= S) + (index >= 2 * S)
+        alpha = tl.load(alphas[part]).to(tl.float32)
+        return alpha * projected_T + tl.load(logits[part] + (index - part * S)).to(tl.float32)
+
+    @triton.jit
+    def _sinkhorn_start(logits):
+        """The largest of the logits, and `exp` of what they are relative to it."""
+        highest_T = logits[0]
+        for k in tl.static_range(1, len(logits)):
+            highest_T = tl.maximum(highest_T, logits[k])
+        odds = ()
+        for k in tl.static_range(len(logits)):
+            odds += (tl.exp(logits[k] - highest_T),)
+        return highest_T, odds
+
+    @triton.jit
+    def _line_sums(matrix, COLUMNS: tl.constexpr, S: tl.constexpr):
+        """Of the columns of a matrix, a tuple row by row, or else of its rows."""
+        sums = ()
+        for line in tl.static_range(S):
+            total_T = matrix[line if COLUMNS else line * S]
+            for k in tl.static_range(1, S):
+                total_T += matrix[k * S + line if COLUMNS else line * S + k]
+            sums += (total_T,)
+        return sums
+
+    @triton.jit
+    def _sinkhorn_step(matrix, sums_T, tokens, valid_T, COLUMNS: tl.constexpr, S: tl.constexpr):
+        """Divides by the sums of lines, which are kept at `sums_T` if given."""
+        sums = _line_sums(matrix, COLUMNS, S)
+        inverses = ()
+        for line in tl.static_range(S):
+            sum_T = tl.maximum(sums[line], SMALLEST_SUM)
+            inverses += (1.0 / sum_T,)
+            if sums_T is not None:
+                tl.store(sums_T + line * tokens, sum_T, mask=valid_T)
+        scaled = ()
+        for k in tl.static_range(S * S):
+            scaled += (matrix[k] * inverses[k % S if COLUMNS else k // S],)
+        return scaled
+
+    @triton.jit
+    def _sinkhorn_step_backward(products, matrix, sums_T, tokens, valid_T, COLUMNS: tl.constexpr, S: tl.constexpr):
+        """
+        The products of gradient and matrix, and the matrix, before a step from those after it: with c the sum of a
+        line and m = n / c, the gradient of n is (dm - sum(dm * m)) / c.
+        """
+        means = _line_sums(products, COLUMNS, S)
+        sums = ()
+        for line in tl.static_range(S):
+            sums += (tl.load(sums_T + line * tokens, mask=valid_T, other=1.0),)
+        new_products = ()
+        new_matrix = ()
+        for k in tl.static_range(S * S):
+            new_products += (products[k] - means[k % S if COLUMNS else k // S] * matrix[k],)
+            new_matrix += (matrix[k] * sums[k % S if COLUMNS else k // S],)
+        return new_products, new_matrix
+
+    @triton.jit
+    def _thread_sums(x_TD, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr):
+        """The sums of eight neighbouring columns, which lie in one thread: the rest is added up once in the end."""
+        return tl.sum(tl.reshape(x_TD, [BLOCK_T, BLOCK_D // 8, 8]), 2)
+
+    @triton.jit(do_not_specialize=["tokens"])
+    def hyper_connection_score_kernel(
+        streams,
+        norm_weight,
+        projection,
+        scores,
+        tokens,
+        S: tl.constexpr,
+        D: tl.constexpr,
+        BLOCK_M: tl.constexpr,
+        BLOCK_T: tl.constexpr,
+        BLOCK_D: tl.constexpr,
+        PRECISION: tl.constexpr,
+    ):
+        """What one stream adds to the projection, and to the sum of squares: `[S, M + 1, T]`."""
+        M: tl.constexpr = S * (S + 2)
+        token_T = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+        valid_T = token_T < tokens
+        stream = tl.program_id(1)
+        row_T1 = _row(streams, token_T, stream)
+        map_M = tl.arange(0, BLOCK_M)
+        scores_TM = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
+        squares_T = tl.zeros([BLOCK_T], tl.float32)
+        for start in range(0, D, BLOCK_D):
+            column_1D = start + tl.arange(0, BLOCK_D)[None, :]
+            value_TD = tl.load(row_T1 + column_1D, mask=valid_T[:, None] & (column_1D < D), other=0.0)
+            weight_MD = _folded(norm_weight, projection, map_M[:, None], column_1D, stream, S, D)
+            squares_T += tl.sum(value_TD.to(tl.float32) * value_TD.to(tl.float32), 1)
+            scores_TM = _dot(value_TD, tl.trans(weight_MD), scores_TM, PRECISION)
+        first = stream.to(tl.int64) * (M + 1) * tokens
+        tl.store(
+            scores + first + token_T[:, None] + map_M[None, :] * tokens.to(tl.int64),
+            scores_TM,
+            mask=valid_T[:, None] & (map_M < M)[None, :],
+        )
+        tl.store(scores + first + M * tokens.to(tl.int64) + token_T, squares_T, mask=valid_T)
+
+    @triton.jit(do_not_specialize=["tokens", "iterations"])
+    def hyper_connection_maps_fwd_kernel(
+        scores,
+        alphas,
+        logits,
+        scalars,
+        residual,
+        post,
+        tokens,
+        iterations,
+        eps,
+        S: tl.constexpr,
+        D: tl.constexpr,
+        COLUMNS_FIRST: tl.constexpr,
+        BLOCK_T: tl.constexpr,
+    ):
+        """
+        The maps. `scalars` is `[M + 1 + S, T]`: the projection, the inverse root mean square, and the weights of the
+        mix.
+        """
+        M: tl.constexpr = S * (S + 2)
+        token_T = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+        valid_T = token_T < tokens
+        tokens = tokens.to(tl.int64)
+        sums = ()
+        for m in tl.static_range(M + 1):
+            sum_T = tl.zeros([BLOCK_T], tl.float32)
+            for stream in tl.static_range(S):
+                address_T = scores + (stream * (M + 1) + m) * tokens + token_T
+                sum_T += tl.load(address_T, mask=valid_T, other=0.0)
+            sums += (sum_T,)
+        inverse_T = tl.rsqrt(sums[M] / (S * D) + eps)
+        tl.store(scalars + M * tokens + token_T, inverse_T, mask=valid_T)
+        matrix_logits = ()
+        for m in tl.static_range(M):
+            projected_T = sums[m] * inverse_T
+            tl.store(scalars + m * tokens + token_T, projected_T, mask=valid_T)
+            logit_T = _map_logit(projected_T, alphas, logits, m, S)
+            if m < S:
+                tl.store(scalars + (M + 1 + m) * tokens + token_T, tl.sigmoid(logit_T), mask=valid_T)
+            elif m < 2 * S:
+                tl.store(post + token_T * S + (m - S), 2.0 * tl.sigmoid(logit_T), mask=valid_T)
+            else:
+                matrix_logits += (logit_T,)
+        _, odds = _sinkhorn_start(matrix_logits)
+        matrix = ()
+        for k in tl.static_range(S * S):
+            matrix += (tl.maximum(odds[k], SMALLEST_SUM),)
+        for _ in range(iterations):
+            matrix = _sinkhorn_step(matrix, None, tokens, valid_T, COLUMNS_FIRST, S)
+            matrix = _sinkhorn_step(matrix, None, tokens, valid_T, not COLUMNS_FIRST, S)
+        for k in tl.static_range(S * S):
+            tl.store(residual + token_T * (S * S) + k, matrix[k], mask=valid_T)
+
+    @triton.jit(do_not_specialize=["tokens"])
+    def hyper_connection_mix_kernel(
+        streams,
+        scalars,
+        mixed,
+        tokens,
+        S: tl.constexpr,
+        D: tl.constexpr,
+        BLOCK_T: tl.constexpr,
+        BLOCK_D: tl.constexpr,
+    ):
+        token_T = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+        valid_T = token_T < tokens
+        column_1D = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+        mask_TD = valid_T[:, None] & (column_1D < D)
+        mixed_TD = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+        for i in tl.static_range(S):
+            address_TD = _row(streams, token_T, i) + column_1D
+            pre_T = tl.load(scalars + (S * (S + 2) + 1 + i) * tokens.to(tl.int64) + token_T, mask=valid_T, other=0.0)
+            mixed_TD += pre_T[:, None] * tl.load(address_TD, mask=mask_TD, other=0.0).to(tl.float32)
+        tl.store(mixed + (token_T * D)[:, None] + column_1D, mixed_TD, mask=mask_TD)
+
+    @triton.jit(do_not_specialize=["tokens"])
+    def hyper_connection_pre_grad_kernel(
+        streams,
+        mixed_grad,
+        pre_grad,
+        tokens,
+        S: tl.constexpr,
+        D: tl.constexpr,
+        BLOCK_T: tl.constexpr,
+        BLOCK_D: tl.constexpr,
+    ):
+        """The gradients of the weights of the mix, `[S, T]`."""
+        token_T = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+        valid_T = token_T < tokens
+        sums = ()
+        for _ in tl.static_range(S):
+            sums += (tl.zeros([BLOCK_T, BLOCK_D // 8], tl.float32),)
+        for start in range(0, D, BLOCK_D):
+            column_1D = start + tl.arange(0, BLOCK_D)[None, :]
+            mask_TD = valid_T[:, None] & (column_1D < D)
+            address_TD = mixed_grad[0] + (token_T * mixed_grad[1])[:, None] + column_1D
+            grad_TD = tl.load(address_TD, mask=mask_TD, other=0.0).to(tl.float32)
+            new_sums = ()
+            for i in tl.static_range(S):
+                address_TD = _row(streams, token_T, i) + column_1D
+                value_TD = tl.load(address_TD, mask=mask_TD, other=0.0).to(tl.float32)
+                new_sums += (sums[i] + _thread_sums(grad_TD * value_TD, BLOCK_T, BLOCK_D),)
+            sums = new_sums
+        for i in tl.static_range(S):
+            tl.store(pre_grad + i * tokens.to(tl.int64) + token_T, tl.sum(sums[i], 1), mask=valid_T)
+
+    @triton.jit(do_not_specialize=["tokens", "iterations", "programs"])
+    def hyper_connection_maps_bwd_kernel(
+        pre_grad,
+        residual_grad,
+        post_grad,
+        alphas,
+        logits,
+        scalars,
+        line_sums,
+        coefficients,
+        map_sums,
+        tokens,
+        iterations,
+        programs,
+        S: tl.constexpr,
+        D: tl.constexpr,
+        COLUMNS_FIRST: tl.constexpr,
+        BLOCK_T: tl.constexpr,
+    ):
+        """
+        From the gradients of the maps the `coefficients`, `[M + 1, T]`, of the folded projection's rows and of the
+        streams themselves in the gradient of the streams; and `map_sums`, `[2, M, P]`, which make the gradients of
+        logits and alphas. `line_sums` is a place for the sums of the Sinkhorn iterations, `[iterations, 2, S, T]`.
+        """
+        M: tl.constexpr = S * (S + 2)
+        token_T = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+        valid_T = token_T < tokens
+        tokens = tokens.to(tl.int64)
+        matrix_logits = ()
+        for m in tl.static_range(2 * S, M):
+            projected_T = tl.load(scalars + m * tokens + token_T, mask=valid_T, other=0.0)
+            matrix_logits += (_map_logit(projected_T, alphas, logits, m, S),)
+        highest_T, odds = _sinkhorn_start(matrix_logits)
+        matrix = ()
+        for k in tl.static_range(S * S):
+            matrix += (tl.maximum(odds[k], SMALLEST_SUM),)
+        for step in range(iterations):
+            sums_T = line_sums + step * 2 * S * tokens + token_T
+            matrix = _sinkhorn_step(matrix, sums_T, tokens, valid_T, COLUMNS_FIRST, S)
+            matrix = _sinkhorn_step(matrix, sums_T + S * tokens, tokens, valid_T, not COLUMNS_FIRST, S)
+        # one thread may read what another has written
+        tl.debug_barrier()
+        products = ()
+        for k in tl.static_range(S * S):
+            grad_T = tl.load(residual_grad + token_T * (S * S) + k, mask=valid_T, other=0.0).to(tl.float32)
+            products += (grad_T * matrix[k],)
+        for done in range(iterations):
+            sums_T = line_sums + (iterations - 1 - done) * 2 * S * tokens + token_T
+            products, matrix = _sinkhorn_step_backward(
+                products, matrix, sums_T + S * tokens, tokens, valid_T, not COLUMNS_FIRST, S
+            )
+            products, matrix = _sinkhorn_step_backward(products, matrix, sums_T, tokens, valid_T, COLUMNS_FIRST, S)
+        # the largest logit, of which there may be several, was taken from each
+        total_T = tl.zeros([BLOCK_T], tl.float32)
+        ties_T = tl.zeros([BLOCK_T], tl.float32)
+        passed = ()
+        for k in tl.static_range(S * S):
+            passed += (tl.where(odds[k] >= SMALLEST_SUM, products[k], 0.0),)
+            total_T += passed[k]
+            ties_T += (matrix_logits[k] == highest_T).to(tl.float32)
+
+        inverse_T = tl.load(scalars + M * tokens + token_T, mask=valid_T, other=0.0)
+        moment_T = tl.zeros([BLOCK_T], tl.float32)
+        for m in tl.static_range(M):
+            projected_T = tl.load(scalars + m * tokens + token_T, mask=valid_T, other=0.0)
+            if m < S:
+                pre_T = tl.load(scalars + (M + 1 + m) * tokens + token_T, mask=valid_T, other=0.0)
+                grad_T = tl.load(pre_grad + m * tokens + token_T, mask=valid_T, other=0.0)
+                logit_grad_T = grad_T * pre_T * (1.0 - pre_T)
+            elif m < 2 * S:
+                half_T = tl.sigmoid(_map_logit(projected_T, alphas, logits, m, S))
+                grad_T = tl.load(post_grad + token_T * S + (m - S), mask=valid_T, other=0.0).to(tl.float32)
+                logit_grad_T = 2.0 * grad_T * half_T * (1.0 - half_T)
+            else:
+                is_highest_T = matrix_logits[m - 2 * S] == highest_T
+                logit_grad_T = passed[m - 2 * S] - tl.where(is_highest_T, total_T / ties_T, 0.0)
+            place = map_sums + m * programs.to(tl.int64) + tl.program_id(0)
+            tl.store(place, tl.sum(logit_grad_T))
+            tl.store(place + M * programs.to(tl.int64), tl.sum(logit_grad_T * projected_T))
+            alpha = tl.load(alphas[(m >= S) + (m >= 2 * S)]).to(tl.float32)
+            projected_grad_T = alpha * logit_grad_T
+            moment_T += projected_grad_T * projected_T
+            tl.store(coefficients + m * tokens + token_T, projected_grad_T * inverse_T, mask=valid_T)
+        shrink_T = inverse_T * inverse_T * moment_T / (S * D)
+        tl.store(coefficients + M * tokens + token_T, shrink_T, mask=valid_T)
+
+    @triton.jit(do_not_specialize=["tokens", "tokens_of_program"])
+    def hyper_connection_read_bwd_kernel(
+        mixed_grad,
+        added_grad,
+        streams,
+        norm_weight,
+        projection,
+        scalars,
+        coefficients,
+        streams_grad,
+        partial_sums,
+        tokens,
+        tokens_of_program,
+        S: tl.constexpr,
+        D: tl.constexpr,
+        BLOCK_M: tl.constexpr,
+        BLOCK_T: tl.constexpr,
+        BLOCK_D: tl.constexpr,
+        PRECISION: tl.constexpr,
+    ):
+        """
+        The gradient of some columns of one stream for some of the tokens, and what these add to the gradient of the
+        folded projection, `[K, M, S, D]`. The streams take turns, since all need the same gradient of the mix.
+        """
+        M: tl.constexpr = S * (S + 2)
+        stream = tl.program_id(0) % S
+        column_1D = (tl.program_id(0) // S) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+        inside_1D = column_1D < D
+        first = tl.program_id(1).to(tl.int64) * tokens_of_program
+        end = tl.minimum(first + tokens_of_program, tokens)
+        tokens = tokens.to(tl.int64)
+        map_M1 = tl.arange(0, BLOCK_M)[:, None]
+        weight_MD = _folded(norm_weight, projection, map_M1, column_1D, stream, S, D)
+        sums_DM = tl.zeros([BLOCK_D, BLOCK_M], tl.float32)
+        for start in range(first, end, BLOCK_T):
+            token_T = start + tl.arange(0, BLOCK_T)
+            valid_T = token_T < end
+            mask_TD = valid_T[:, None] & inside_1D
+            value_TD = tl.load(_row(streams, token_T, stream) + column_1D, mask=mask_TD, other=0.0)
+            mixed_grad_TD = tl.load(
+                mixed_grad[0] + (token_T * mixed_grad[1])[:, None] + column_1D, mask=mask_TD, other=0.0
+            )
+            coefficient_MT = tl.load(
+                coefficients + map_M1 * tokens + token_T[None, :],
+                mask=(map_M1 < M) & valid_T[None, :],
+                other=0.0,
+            )
+            shrink_T = tl.load(coefficients + M * tokens + token_T, mask=valid_T, other=0.0)
+            pre_T = tl.load(scalars + (M + 1 + stream) * tokens + token_T, mask=valid_T, other=0.0)
+            grad_TD = pre_T[:, None] * mixed_grad_TD.to(tl.float32) - shrink_T[:, None] * value_TD.to(tl.float32)
+            if added_grad is not None:
+                grad_TD += tl.load(
+                    _row(added_grad, token_T, stream) + column_1D,
+                    mask=mask_TD,
+                    other=0.0,
+                ).to(tl.float32)
+            # transposed, so that the weights stay in shared memory
+            product_DT = tl.zeros([BLOCK_D, BLOCK_T], tl.float32)
+            if value_TD.dtype == tl.bfloat16 and not WIDENED:
+                high_MD = weight_MD.to(tl.bfloat16)
+                rest_MD = (weight_MD - high_MD.to(tl.float32)).to(tl.bfloat16)
+                product_DT = tl.dot(tl.trans(rest_MD), coefficient_MT.to(tl.bfloat16), product_DT)
+                product_DT = _dot(tl.trans(high_MD), coefficient_MT, product_DT, PRECISION)
+            else:
+                product_DT = _dot(tl.trans(weight_MD), coefficient_MT, product_DT, PRECISION)
+            grad_TD += tl.trans(product_DT)
+            sums_DM = _dot(tl.trans(value_TD), tl.trans(coefficient_MT), sums_DM, PRECISION)
+            tl.store(
+                streams_grad + (token_T * (S * D) + stream * D)[:, None] + column_1D,
+                grad_TD,
+                mask=mask_TD,
+            )
+        tl.store(
+            partial_sums + (tl.program_id(1).to(tl.int64) * M + map_M1) * (S * D) + stream * D + column_1D,
+            tl.trans(sums_DM),
+            mask=(map_M1 < M) & inside_1D,
+        )
+
+    @triton.jit(do_not_specialize=["splits", "programs"])
+    def hyper_connection_parameter_grad_kernel(
+        partial_sums,
+        map_sums,
+        norm_weight,
+        projection,
+        norm_weight_grad,
+        projection_grad,
+        alpha_grads,
+        logit_grads,
+        splits,
+        programs,
+        S: tl.constexpr,
+        D: tl.constexpr,
+        BLOCK_M: tl.constexpr,
+        BLOCK_K: tl.constexpr,
+        BLOCK_D: tl.constexpr,
+        BLOCK_P: tl.constexpr,
+    ):
+        """
+        The second reduction of all sums. The first programs have the columns of the projection, one more each entry of
+        the maps, and one more each alpha.
+        """
+        M: tl.constexpr = S * (S + 2)
+        COLUMN_PROGRAMS: tl.constexpr = (S * D + BLOCK_D - 1) // BLOCK_D
+        if tl.program_id(0) < COLUMN_PROGRAMS:
+            column_D = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+            inside_D = column_D < S * D
+            gain_D = tl.load(norm_weight + column_D, mask=inside_D, other=0.0).to(tl.float32)
+            gain_grad_D = tl.zeros([BLOCK_D], tl.float32)
+            for first in range(0, M, BLOCK_M):
+                map_M = first + tl.arange(0, BLOCK_M)
+                address_MD = map_M[:, None] * (S * D) + column_D[None, :]
+                mask_MD = (map_M < M)[:, None] & inside_D[None, :]
+                sums_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+                for start in range(0, splits, BLOCK_K):
+                    split_K = start + tl.arange(0, BLOCK_K)
+                    sums_MD += tl.sum(
+                        tl.load(
+                            partial_sums + split_K.to(tl.int64)[:, None, None] * (M * S * D) + address_MD[None, :, :],
+                            mask=(split_K < splits)[:, None, None] & mask_MD[None, :, :],
+                            other=0.0,
+                        ),
+                        0,
+                    )
+                weight_MD = tl.load(projection + address_MD, mask=mask_MD, other=0.0).to(tl.float32)
+                gain_grad_D += tl.sum(sums_MD * weight_MD, 0)
+                tl.store(projection_grad + address_MD, sums_MD * gain_D[None, :], mask=mask_MD)
+            tl.store(norm_weight_grad + column_D, gain_grad_D, mask=inside_D)
+        else:
+            row = tl.program_id(0) - COLUMN_PROGRAMS
+            part = row - M
+            # a map's entries lie together
+            rows = tl.where(part == 2, S * S, tl.where(part >= 0, S, 1))
+            source = map_sums + tl.where(part >= 0, M + part * S, row) * programs.to(tl.int64)
+            sums_P = tl.zeros([BLOCK_P], tl.float32)
+            for start in range(0, rows * programs, BLOCK_P):
+                place_P = start + tl.arange(0, BLOCK_P)
+                sums_P += tl.load(source + place_P, mask=place_P < rows * programs, other=0.0)
+            total = tl.sum(sums_P)
+            tl.store(logit_grads[0] + row, total, mask=row < S)
+            tl.store(logit_grads[1] + row - S, total, mask=(row >= S) & (row < 2 * S))
+            tl.store(logit_grads[2] + row - 2 * S, total, mask=(row >= 2 * S) & (row < M))
+            for i in tl.static_range(3):
+                tl.store(alpha_grads[i], total, mask=part == i)
+
+    @triton.jit
+    def _load_maps(residual, post, token_T, valid_T, S: tl.constexpr):
+        matrix = ()
+        for k in tl.static_range(S * S):
+            entry_T = tl.load(residual + token_T * (S * S) + k, mask=valid_T, other=0.0)
+            matrix += (entry_T.to(tl.float32)[:, None],)
+        weights = ()
+        for i in tl.static_range(S):
+            weight_T = tl.load(post + token_T * S + i, mask=valid_T, other=0.0)
+            weights += (weight_T.to(tl.float32)[:, None],)
+        return matrix, weights
+
+    @triton.jit(do_not_specialize=["tokens"])
+    def hyper_connection_write_fwd_kernel(
+        streams,
+        update,
+        residual,
+        post,
+        new_streams,
+        tokens,
+        S: tl.constexpr,
+        D: tl.constexpr,
+        BLOCK_T: tl.constexpr,
+        BLOCK_D: tl.constexpr,
+    ):
+        token_T = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+        valid_T = token_T < tokens
+        column_1D = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+        mask_TD = valid_T[:, None] & (column_1D < D)
+        values = ()
+        for i in tl.static_range(S):
+            address_TD = _row(streams, token_T, i) + column_1D
+            values += (tl.load(address_TD, mask=mask_TD, other=0.0),)
+        update_TD = tl.load(update[0] + (token_T * update[1])[:, None] + column_1D, mask=mask_TD, other=0.0)
+        matrix, weights = _load_maps(residual, post, token_T, valid_T, S)
+        for i in tl.static_range(S):
+            new_TD = weights[i] * update_TD.to(tl.float32)
+            for j in tl.static_range(S):
+                new_TD += matrix[i * S + j] * values[j].to(tl.float32)
+            tl.store(new_streams + (token_T * (S * D) + i * D)[:, None] + column_1D, new_TD, mask=mask_TD)
+
+    @triton.jit(do_not_specialize=["tokens"])
+    def hyper_connection_write_bwd_kernel(
+        new_streams_grad,
+        streams,
+        update,
+        residual,
+        post,
+        streams_grad,
+        update_grad,
+        residual_grad,
+        post_grad,
+        tokens,
+        S: tl.constexpr,
+        D: tl.constexpr,
+        BLOCK_T: tl.constexpr,
+        BLOCK_D: tl.constexpr,
+    ):
+        token_T = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+        valid_T = token_T < tokens
+        matrix, weights = _load_maps(residual, post, token_T, valid_T, S)
+        # of the residual matrix, row by row, and then of the weights of the update
+        sums = ()
+        for _ in tl.static_range(S * (S + 1)):
+            sums += (tl.zeros([BLOCK_T, BLOCK_D // 8], tl.float32),)
+        for start in range(0, D, BLOCK_D):
+            column_1D = start + tl.arange(0, BLOCK_D)[None, :]
+            mask_TD = valid_T[:, None] & (column_1D < D)
+            update_TD = tl.load(update[0] + (token_T * update[1])[:, None] + column_1D, mask=mask_TD, other=0.0)
+            grads = ()
+            values = ()
+            for i in tl.static_range(S):
+                address_TD = _row(new_streams_grad, token_T, i)
+                grads += (tl.load(address_TD + column_1D, mask=mask_TD, other=0.0),)
+                address_TD = _row(streams, token_T, i)
+                values += (tl.load(address_TD + column_1D, mask=mask_TD, other=0.0),)
+            update_grad_TD = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+            new_sums = ()
+            for i in tl.static_range(S):
+                grad_TD = grads[i].to(tl.float32)
+                update_grad_TD += weights[i] * grad_TD
+                for j in tl.static_range(S):
+                    products_TD = grad_TD * values[j].to(tl.float32)
+                    new_sums += (sums[i * S + j] + _thread_sums(products_TD, BLOCK_T, BLOCK_D),)
+            for i in tl.static_range(S):
+                products_TD = grads[i].to(tl.float32) * update_TD.to(tl.float32)
+                new_sums += (sums[S * S + i] + _thread_sums(products_TD, BLOCK_T, BLOCK_D),)
+            sums = new_sums
+            tl.store(update_grad + (token_T * D)[:, None] + column_1D, update_grad_TD, mask=mask_TD)
+            for j in tl.static_range(S):
+                grad_TD = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+                for i in tl.static_range(S):
+                    grad_TD += matrix[i * S + j] * grads[i].to(tl.float32)
+                tl.store(streams_grad + (token_T * (S * D) + j * D)[:, None] + column_1D, grad_TD, mask=mask_TD)
+        for k in tl.static_range(S * S):
+            tl.store(residual_grad + token_T * (S * S) + k, tl.sum(sums[k], 1), mask=valid_T)
+        for i in tl.static_range(S):
+            tl.store(post_grad + token_T * S + i, tl.sum(sums[S * S + i], 1), mask=valid_T)
+
+
+def hyper_connection_obstacle(*tensors: Tensor) -> str | None:
+    """
+    Why the kernels cannot work on these tensors, the streams first, as the end of a sentence about the kernel; None if
+    they can.
+    """
+    num_streams, size = tensors[0].shape[-2:]
+    if not 0 < num_streams <= MAX_STREAMS:
+        return f"supports from 1 to {MAX_STREAMS} streams, not {num_streams}"
+    if not size:
+        return "supports hidden sizes from 1, not 0"
+    return triton_obstacle(tensors)
+
+
+def hyper_connection_read_forward(
+    streams: Tensor,
+    norm_weight: Tensor,
+    projection: Tensor,
+    alphas: list[Tensor],
+    logits: list[Tensor],
+    eps: float,
+    iterations: int,
+    columns_first: bool,
+    training: bool,
+) -> list[Tensor]:
+    """The mix, the residual matrix, the weights of the update, and, if `training`, the `scalars` of the maps."""
+    outputs = _new_read(streams, True)
+    mixed, residual, post, scalars = outputs
+    tokens, sizes = _sizes(streams)
+    entries = scalars.shape[0] - sizes["S"] - 1
+    if tokens:
+        scores = scalars.new_empty((sizes["S"], entries + 1, tokens))
+        argument = _streams(streams)
+        tile = SCORE_TILE if streams.dtype is torch.bfloat16 else WIDE_SCORE_TILE
+        with device_of(streams):
+            hyper_connection_score_kernel[(triton.cdiv(tokens, tile["BLOCK_T"]), sizes["S"])](
+                *(argument, norm_weight.contiguous(), projection.contiguous(), scores, tokens),
+                BLOCK_M=_block_of(entries),
+                PRECISION=_precision(),
+                **sizes,
+                **tile,
+            )
+            hyper_connection_maps_fwd_kernel[(triton.cdiv(tokens, MAPS_TILE["BLOCK_T"]),)](
+                *(scores, _contiguous(alphas), _contiguous(logits), scalars, residual, post),
+                *(tokens, iterations, eps),
+                COLUMNS_FIRST=columns_first,
+                **sizes,
+                **MAPS_TILE,
+            )
+            grid = (triton.cdiv(tokens, MIX_TILE["BLOCK_T"]), triton.cdiv(sizes["D"], MIX_TILE["BLOCK_D"]))
+            hyper_connection_mix_kernel[grid](argument, scalars, mixed, tokens, **sizes, **MIX_TILE)
+    return outputs if training else outputs[:-1]
+
+
+def hyper_connection_read_backward(
+    mixed_grad: Tensor,
+    residual_grad: Tensor,
+    post_grad: Tensor,
+    added_grad: Tensor | None,
+    streams: Tensor,
+    norm_weight: Tensor,
+    projection: Tensor,
+    alphas: list[Tensor],
+    logits: list[Tensor],
+    scalars: Tensor,
+    iterations: int,
+    columns_first: bool,
+) -> list[Tensor]:
+    """
+    Gradients of the streams, with `added_grad` added if it is given, of norm weight, projection, alphas and logits.
+    """
+    parameters = [norm_weight, projection, *alphas, *logits]
+    tokens, sizes = _sizes(streams)
+    if not tokens:
+        return [_new_like(streams), *map(torch.zeros_like, parameters)]
+    grads = [_new_like(x) for x in (streams, *parameters)]
+    num_streams, size = sizes.values()
+    entries = num_streams * (num_streams + 2)
+    programs = triton.cdiv(tokens, MAPS_TILE["BLOCK_T"])
+    columns = num_streams * triton.cdiv(size, READ_BWD_TILE["BLOCK_D"])
+    # few enough splits that their sums are small beside the streams, enough to fill the device
+    splits = max(1, min(triton.cdiv(tokens, 128), 4 * multiprocessors(streams.device) // columns))
+    pre_grad = scalars.new_empty((num_streams, tokens))
+    line_sums = scalars.new_empty((iterations, 2, num_streams, tokens))
+    coefficients = scalars.new_empty((entries + 1, tokens))
+    map_sums = scalars.new_empty((2, entries, programs))
+    partial_sums = scalars.new_empty((splits, entries, num_streams, size))
+    argument, mixed_grad = _streams(streams), _rows(mixed_grad)
+    alphas, logits, norm_weight, projection = (
+        *(_contiguous(alphas), _contiguous(logits)),
+        *_contiguous([norm_weight, projection]),
+    )
+    with device_of(streams):
+        hyper_connection_pre_grad_kernel[(triton.cdiv(tokens, SUMS_TILE["BLOCK_T"]),)](
+            *(argument, mixed_grad, pre_grad, tokens), **sizes, **SUMS_TILE
+        )
+        hyper_connection_maps_bwd_kernel[(programs,)](
+            *(pre_grad, residual_grad.contiguous(), post_grad.contiguous(), alphas, logits, scalars, line_sums),
+            *(coefficients, map_sums, tokens, iterations, programs),
+            COLUMNS_FIRST=columns_first,
+            **sizes,
+            **MAPS_TILE,
+        )
+        hyper_connection_read_bwd_kernel[(columns, splits)](
+            *(mixed_grad, None if added_grad is None else _streams(added_grad), argument, norm_weight, projection),
+            *(scalars, coefficients, grads[0], partial_sums, tokens, triton.cdiv(tokens, splits)),
+            BLOCK_M=_block_of(entries),
+            PRECISION=_precision(),
+            **sizes,
+            **READ_BWD_TILE,
+        )
+        column_programs = triton.cdiv(num_streams * size, PARAMETER_TILE["BLOCK_D"])
+        hyper_connection_parameter_grad_kernel[(column_programs + entries + 3,)](
+            *(partial_sums, map_sums, norm_weight, projection, *grads[1:3], tuple(grads[3:6]), tuple(grads[6:])),
+            *(splits, programs),
+            **sizes,
+            **PARAMETER_TILE,
+        )
+    return grads
+
+
+def hyper_connection_write_forward(
+    streams: Tensor, update: Tensor, residual: Tensor, post: Tensor, training: bool
+) -> list[Tensor]:
+    """The new streams alone, also if `training`."""
+    outputs = [_new_like(streams)]
+    tokens, sizes = _sizes(streams)
+    if tokens:
+        grid = (triton.cdiv(tokens, MIX_TILE["BLOCK_T"]), triton.cdiv(sizes["D"], MIX_TILE["BLOCK_D"]))
+        with device_of(streams):
+            hyper_connection_write_fwd_kernel[grid](
+                *(_streams(streams), _rows(update), residual.contiguous(), post.contiguous(), outputs[0], tokens),
+                **sizes,
+                **MIX_TILE,
+            )
+    return outputs
+
+
+def hyper_connection_write_backward(
+    new_streams_grad: Tensor, streams: Tensor, update: Tensor, residual: Tensor, post: Tensor
+) -> list[Tensor]:
+    """Gradients of all inputs of the forward."""
+    grads = [_new_like(x) for x in (streams, update, residual, post)]
+    tokens, sizes = _sizes(streams)
+    if tokens:
+        with device_of(streams):
+            hyper_connection_write_bwd_kernel[(triton.cdiv(tokens, SUMS_TILE["BLOCK_T"]),)](
+                *(_streams(new_streams_grad), _streams(streams), _rows(update)),
+                *(residual.contiguous(), post.contiguous(), *grads, tokens),
+                **sizes,
+                **SUMS_TILE,
+            )
+    return grads
+
+
+def _sizes(streams: Tensor) -> tuple[int, dict[str, int]]:
+    """The number of tokens, and what kernels are compiled for."""
+    num_streams, size = streams.shape[-2:]
+    return streams.numel() // (num_streams * size), {"S": num_streams, "D": size}
+
+
+def _block_of(entries: int) -> int:
+    return max(16, triton.next_power_of_2(entries))
+
+
+def _precision() -> str:
+    """Of fp32 matrix products: of tensor cores, where there is that choice."""
+    return "ieee" if torch.version.hip else "tf32x3"
+
+
+def _rows(tensor: Tensor) -> tuple[Tensor, int]:
+    """`[..., D]` as `[T, D]` with neighbouring columns, copied only if need be, and its stride."""
+    rows = tensor.reshape(-1, tensor.shape[-1])
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    return rows, rows.stride(0)
+
+
+def _streams(tensor: Tensor) -> tuple[Tensor, int, int]:
+    """The same of `[..., S, D]` as `[T, S, D]`, of which the streams may be one."""
+    rows = tensor.reshape(-1, *tensor.shape[-2:])
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    return rows, rows.stride(0), rows.stride(1)
+
+
+def _contiguous(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(tensor.contiguous() for tensor in tensors)
+
+
+def _new_like(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+def _new_read(streams: Tensor, training: bool) -> list[Tensor]:
+    *leading, num_streams, size = streams.shape
+    entries = num_streams * (num_streams + 2)
+    outputs = [
+        streams.new_empty((*leading, size)),
+        streams.new_empty((*leading, num_streams, num_streams), dtype=torch.float32),
+        streams.new_empty((*leading, num_streams), dtype=torch.float32),
+    ]
+    if training:
+        tokens = streams.numel() // (num_streams * size)
+        outputs.append(streams.new_empty((entries + 1 + num_streams, tokens), dtype=torch.float32))
+    return outputs
+
+
+def _save_read(ctx, inputs, output):
+    streams, norm_weight, projection, alphas, logits, _, ctx.iterations, ctx.columns_first, training = inputs
+    ctx.set_materialize_grads(False)
+    if training:
+        ctx.mark_non_differentiable(output[-1])
+        ctx.save_for_backward(output[-1], streams, norm_weight, projection, *alphas, *logits)
+
+
+def _backward_read(ctx, grads):
+    scalars, streams, norm_weight, projection, *rest = ctx.saved_tensors
+    # what is handed on comes after the scalars
+    mixed_grad, residual_grad, post_grad, _, added_grad = (*grads, None)[:5]
+    *leading, num_streams, size = streams.shape
+    if mixed_grad is None:
+        mixed_grad = streams.new_zeros((*leading, size))
+    if residual_grad is None:
+        residual_grad = scalars.new_zeros((*leading, num_streams, num_streams))
+    if post_grad is None:
+        post_grad = scalars.new_zeros((*leading, num_streams))
+    streams_grad, norm_weight_grad, projection_grad, *rest_grads = _read_backward(
+        *(mixed_grad, residual_grad, post_grad, added_grad, streams, norm_weight, projection, rest[:3], rest[3:]),
+        *(scalars, ctx.iterations, ctx.columns_first),
+    )
+    return streams_grad, norm_weight_grad, projection_grad, rest_grads[:3], rest_grads[3:], None, None, None, None
+
+
+def _save_write(ctx, inputs, output):
+    *tensors, _ = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward_write(ctx, grads):
+    return *_write_backward(grads[0], *ctx.saved_tensors), None
+
+
+_read_backward = Operation(
+    hyper_connection_read_backward,
+    lambda mixed_grad, residual_grad, post_grad, added_grad, streams, norm_weight, projection, alphas, logits, *_: [
+        _new_like(x) for x in (streams, norm_weight, projection, *alphas, *logits)
+    ],
+)
+_write_backward = Operation(
+    hyper_connection_write_backward, lambda grad, *inputs: [_new_like(tensor) for tensor in inputs]
+)
+run_hyper_connection_read = DifferentiableOperation(
+    hyper_connection_read_forward,
+    lambda streams, *rest: _new_read(streams, rest[-1]),
+    _save_read,
+    _backward_read,
+    lambda streams, *_: [streams],
+)
+run_hyper_connection_write = DifferentiableOperation(
+    hyper_connection_write_forward,
+    lambda streams, *_: [_new_like(streams)],
+    _save_write,
+    _backward_write,
+    lambda *_: [],
+)

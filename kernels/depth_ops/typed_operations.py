@@ -1,0 +1,87 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""Typed operations, which a compiler sees, that run without the dispatcher where nothing needs it."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .depth_implementations import is_recorded, operation_namespace
+
+
+def _is_plain(tensors: Sequence[Tensor]) -> bool:
+    """Whether nothing watches or replaces these tensors, so that the dispatcher, which takes time, may be left out."""
+    return not is_recorded() and all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
+
+
+def _tensors(inputs: Sequence) -> list[Tensor]:
+    flat = [x for entry in inputs for x in (entry if isinstance(entry, list) else [entry])]
+    return [x for x in flat if isinstance(x, Tensor)]
+
+
+class Operation:
+    """
+    A function of tensors and lists of tensors that gives a list of tensors, also typed, for the compiler to see it.
+
+    Args:
+        function (callable): What runs.
+        new_outputs (callable): With the same arguments, gives tensors like its results.
+    """
+
+    def __init__(self, function: Callable, new_outputs: Callable):
+        self.function = function
+        name = f"{operation_namespace(function.__module__)}::{function.__name__}"
+        self.typed = torch.library.custom_op(name, function, mutates_args=())
+        self.typed.register_fake(new_outputs)
+
+    def __call__(self, *inputs) -> list[Tensor]:
+        return self.function(*inputs) if _is_plain(_tensors(inputs)) else self.typed(*inputs)
+
+
+class DifferentiableOperation(Operation):
+    """
+    One whose last argument, `training`, asks for another output, which the backward needs. Some inputs are handed on
+    as further outputs: whoever reads them from there leaves it to the backward to add up their gradients.
+
+    Args:
+        save, backward (callable): As `torch.library.register_autograd` takes them; the backward may get gradients of
+            what is handed on, after those of the outputs.
+        handed_on (callable): Gives these, with the same arguments.
+    """
+
+    def __init__(
+        self, function: Callable, new_outputs: Callable, save: Callable, backward: Callable, handed_on: Callable
+    ):
+        super().__init__(function, new_outputs)
+        self.save, self.backward, self.handed_on = save, backward, handed_on
+        self.typed.register_autograd(backward, setup_context=save)
+
+    def __call__(self, *inputs) -> list[Tensor]:
+        tensors = _tensors(inputs)
+        training = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        if not (training and _is_plain(tensors)):
+            # a typed operation may not return its inputs
+            return [*super().__call__(*inputs, training), *self.handed_on(*inputs)]
+        lengths = tuple(len(x) if isinstance(x, list) else None for x in inputs)
+        flat = [x for entry in inputs for x in (entry if isinstance(entry, list) else [entry])]
+        return list(_PlainFunction.apply(self, lengths, *flat))
+
+
+class _PlainFunction(torch.autograd.Function):
+    """A differentiable operation without the dispatcher."""
+
+    @staticmethod
+    def forward(ctx, operation, lengths, *flat):
+        flat = iter(flat)
+        inputs = [next(flat) if length is None else [next(flat) for _ in range(length)] for length in lengths]
+        outputs = operation.function(*inputs, True)
+        operation.save(ctx, (*inputs, True), output=outputs)
+        ctx.operation = operation
+        return *outputs, *operation.handed_on(*inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        grads = ctx.operation.backward(ctx, grads)[:-1]
+        return None, None, *(grad for entry in grads for grad in (entry if isinstance(entry, list) else [entry]))
