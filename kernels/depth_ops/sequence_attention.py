@@ -75,7 +75,7 @@ def sequence_attention_forward(
     elif backend == "cudnn":
         query, key, value = map(_aligned, (query, key, value))
         output, log_sum_exp, *_ = aten._scaled_dot_product_cudnn_attention(
-            query, key, value, None, True, 0.0, is_causal, False, scale=scaling
+            query, key, value, mask, True, 0.0, is_causal, False, scale=scaling
         )
         log_sum_exp = log_sum_exp.view(query.shape[:3])
     elif backend == "flash":
@@ -132,7 +132,7 @@ def sequence_attention_backward(
     if backend == "cudnn":
         return aten._scaled_dot_product_cudnn_attention_backward(
             *map(_aligned, (output_grad, query, key, value, output)),
-            *(log_sum_exp.unsqueeze(-1), unused[0], unused[1], None, None, None),
+            *(log_sum_exp.unsqueeze(-1), unused[0], unused[1], mask, None, None),
             *(tokens, length, 0.0, is_causal),
             scale=scaling,
         )
@@ -177,10 +177,11 @@ def _mask(
         zeros = torch.zeros_like(attention_mask, dtype=query.dtype)
         attention_mask = zeros.masked_fill(~attention_mask, float("-inf"))
     mask = attention_mask.to(query.dtype)
-    if backend == "efficient":
+    if backend in ("cudnn", "efficient"):
         # the kernel reads aligned rows
         mask = F.pad(mask, (0, -length % 16))[..., :length]
-    return mask.expand(batch, heads, tokens, length), False
+    # cuDNN takes one mask for all heads
+    return mask.expand(batch, -1 if backend == "cudnn" else heads, tokens, length), False
 
 
 def in_token_order(tensor: Tensor) -> Tensor:
