@@ -43,7 +43,7 @@ WIDE_SCORE_TILE = SCORE_TILE | {"BLOCK_D": 32}
 # one token of a thread
 MAPS_TILE = {"BLOCK_T": 32, "num_warps": 1}
 # one token of a warp
-MIX_TILE = {"BLOCK_T": 4, "BLOCK_D": 512, "num_warps": 4}
+MIX_TILE = {"BLOCK_T": 4, "BLOCK_D": 256, "num_warps": 4}
 SUMS_TILE = {"BLOCK_T": 4, "BLOCK_D": 256, "num_warps": 4}
 READ_BWD_TILE = {"BLOCK_T": 32, "BLOCK_D": 64, "num_warps": 4, "num_stages": 3}
 PARAMETER_TILE = {"BLOCK_M": 8, "BLOCK_K": 16, "BLOCK_D": 32, "BLOCK_P": 1024, "num_warps": 4}

@@ -41,8 +41,8 @@ class Operation:
 
 class DifferentiableOperation(Operation):
     """
-    One whose last argument, `training`, asks for another output, which the backward needs. Some inputs are handed on
-    as further outputs: whoever reads them from there leaves it to the backward to add up their gradients.
+    One whose last argument, `training`, says whether a backward may follow, which may need another output. Some inputs
+    are handed on as further outputs: who reads them from there leaves it to the backward to add up their gradients.
 
     Args:
         save, backward (callable): As `torch.library.register_autograd` takes them; the backward may get gradients of

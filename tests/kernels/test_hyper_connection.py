@@ -14,7 +14,7 @@ from depthmix.kernels import hyper_connection_read, hyper_connection_triton, hyp
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = pytest.mark.interpreter
+pytestmark = pytest.mark.triton
 
 
 @pytest.fixture(autouse=True)
@@ -145,7 +145,7 @@ def test_low_precision_loses_no_more_than_plain_torch(dtype, parameter_dtype):
     for name, error in errors(ours, exact).items():
         assert error <= factor * allowed[name] + 2 * torch.finfo(dtype).eps, f"{name}: {error}, {allowed[name]}"
     for name in ("residual", "post"):
-        assert errors(ours, exact)[name] < 1e-5
+        assert errors(ours, exact)[name] < 2e-5
 
 
 def test_update_of_another_dtype():
@@ -184,7 +184,7 @@ def test_layouts(layout):
     contiguous = {name: tensor.contiguous() for name, tensor in laid_out.items()}
     assert laid_out["streams"].stride() != contiguous["streams"].stride()
     found, expected = connection.run("triton", tensors=laid_out), connection.run("triton", tensors=contiguous)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert max(errors(found, {name: tensor.double() for name, tensor in expected.items()}).values()) <= 1e-5
 
 
 def test_equal_bits_from_equal_inputs():
@@ -292,7 +292,6 @@ def test_alphas_of_several_numbers():
 
 
 @pytest.mark.slow
-@pytest.mark.triton
 def test_kernels_compile_ahead_of_time():
     script = Path(__file__).with_name("ahead_of_time_hyper_connection.py")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
