@@ -231,7 +231,7 @@ if triton is not None:
         mask = mask_X[:, None] & (column_D < HEAD_DIM)[None, :]
         return tl.load(address_X[:, None] + column_D.to(tl.int64)[None, :] * stride, mask=mask, other=0.0)
 
-    @triton.jit(do_not_specialize=["tokens", "length", "slots", "columns", "depth_columns"])
+    @triton.jit(do_not_specialize=["tokens", "length", "slots", "columns"])
     def moda_decode_kernel(
         query,
         key,
@@ -246,7 +246,6 @@ if triton is not None:
         length,
         slots,
         columns,
-        depth_columns,
         scaling,
         IS_CAUSAL: tl.constexpr,
         KV_HEADS: tl.constexpr,
@@ -257,7 +256,10 @@ if triton is not None:
         BLOCK_DIM: tl.constexpr,
         STAGES: tl.constexpr,
     ):
-        """One of several programs for a key-value head takes so many columns of the sequence and of the slots."""
+        """
+        One of several programs for a key-value head takes so many columns of the sequence, or, after these programs,
+        of the slots.
+        """
         batch = (tl.program_id(0) // KV_HEADS).to(tl.int64)
         head = (tl.program_id(0) % KV_HEADS).to(tl.int64)
         part = tl.program_id(1)
@@ -293,7 +295,8 @@ if triton is not None:
             elif IS_CAUSAL:
                 visible_MN = visible_MN & (column_N[None, :] <= token_M[:, None] + (length - tokens))
             state = _attend(query_MD, key_ND, value_ND, visible_MN, bias_MN, state, scaling)
-        if keys is not None:
+        depth_part = part - tl.cdiv(length, columns)
+        if keys is not None and depth_part >= 0:
             if depth_query is not None:
                 address_M = (
                     depth_query[0]
@@ -302,8 +305,8 @@ if triton is not None:
                     + token_M.to(tl.int64) * depth_query[3]
                 )
                 query_MD = _load_rows(address_M, exists_M, depth_query[4], HEAD_DIM, BLOCK_DIM)
-            last = tl.minimum((part + 1) * depth_columns, slots * tokens)
-            for first in tl.range(part * depth_columns, last, BLOCK_COLUMNS, num_stages=STAGES):
+            last = tl.minimum((depth_part + 1) * columns, slots * tokens)
+            for first in tl.range(depth_part * columns, last, BLOCK_COLUMNS, num_stages=STAGES):
                 column_N = first + tl.arange(0, BLOCK_COLUMNS)
                 exists_N = column_N < last
                 # the slots of all tokens, of which each sees its own
@@ -346,34 +349,35 @@ if triton is not None:
         tokens,
         HEADS: tl.constexpr,
         HEAD_DIM: tl.constexpr,
-        BLOCK_ROWS: tl.constexpr,
+        BLOCK_PARTS: tl.constexpr,
         BLOCK_DIM: tl.constexpr,
     ):
-        """Merges what the programs for a key-value head have found, `[parts, B, T, H, D]` and `[parts, B, H, T]`."""
-        row_R = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        exists_R = row_R < rows
-        entry_R = row_R // HEADS
-        scalar_R = (entry_R // tokens * HEADS + row_R % HEADS) * tokens + entry_R % tokens
+        """Merges what the programs have found for one row, `[parts, B, T, H, D]` and `[parts, B, H, T]`."""
+        row = tl.program_id(0)
+        entry = row // HEADS
+        scalar = (entry // tokens * HEADS + row % HEADS) * tokens + entry % tokens
         column_D = tl.arange(0, BLOCK_DIM)
-        address = row_R[:, None] * HEAD_DIM + column_D[None, :]
-        mask = exists_R[:, None] & (column_D < HEAD_DIM)[None, :]
-        highest_R = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-        total_R = tl.zeros([BLOCK_ROWS], tl.float32)
-        mix_RD = tl.zeros([BLOCK_ROWS, BLOCK_DIM], tl.float32)
-        for _ in tl.range(parts):
-            part_R = tl.load(log_sum_exps + scalar_R, mask=exists_R, other=0.0) * LOG2_E
-            part_RD = tl.load(outputs + address, mask=mask, other=0.0)
-            log_sum_exps += rows
-            outputs += rows.to(tl.int64) * HEAD_DIM
-            previous_R = highest_R
-            highest_R = tl.maximum(previous_R, part_R)
-            shift_R = tl.where(highest_R == float("-inf"), 0.0, highest_R)
-            kept_R = tl.exp2(previous_R - shift_R)
-            odds_R = tl.exp2(part_R - shift_R)
-            total_R = total_R * kept_R + odds_R
-            mix_RD = mix_RD * kept_R[:, None] + odds_R[:, None] * part_RD
-        tl.store(output + address, mix_RD / tl.where(total_R == 0.0, 1.0, total_R)[:, None], mask=mask)
-        tl.store(log_sum_exp + scalar_R, (highest_R + tl.log2(total_R)) / LOG2_E, mask=exists_R)
+        inside_D = column_D < HEAD_DIM
+        highest = float("-inf")
+        total = 0.0
+        mix_D = tl.zeros([BLOCK_DIM], tl.float32)
+        for first in tl.range(0, parts, BLOCK_PARTS):
+            part_P = first + tl.arange(0, BLOCK_PARTS)
+            exists_P = part_P < parts
+            offset_P = part_P.to(tl.int64) * rows
+            score_P = tl.load(log_sum_exps + offset_P + scalar, mask=exists_P, other=float("-inf")) * LOG2_E
+            address_PD = outputs + ((offset_P + row) * HEAD_DIM)[:, None] + column_D[None, :]
+            part_PD = tl.load(address_PD, mask=exists_P[:, None] & inside_D[None, :], other=0.0)
+            previous = highest
+            highest = tl.maximum(previous, tl.max(score_P, 0))
+            shift = tl.where(highest == float("-inf"), 0.0, highest)
+            kept = tl.exp2(previous - shift)
+            odds_P = tl.exp2(score_P - shift)
+            total = total * kept + tl.sum(odds_P, 0)
+            mix_D = mix_D * kept + tl.sum(odds_P[:, None] * part_PD, 0)
+        mix_D /= tl.where(total == 0.0, 1.0, total)
+        tl.store(output + row.to(tl.int64) * HEAD_DIM + column_D, mix_D, mask=inside_D)
+        tl.store(log_sum_exp + scalar, (highest + tl.log2(total)) / LOG2_E)
 
 
 # tokens, and tokens times query heads of a key-value head, up to which one kernel does both attentions
@@ -422,10 +426,11 @@ def decode_forward(
     kv_heads, length = key.shape[1:3]
     slots = 0 if keys is None else keys.shape[0]
     block_dim = _block(head_dim)
-    # enough programs for the device, with a block of columns for each at least
-    wanted = 2 * multiprocessors(query.device) // max(1, batch * kv_heads)
-    parts = max(1, min(wanted, triton.cdiv(length, DECODE_COLUMNS)))
-    columns = triton.cdiv(triton.cdiv(length, parts), DECODE_COLUMNS) * DECODE_COLUMNS
+    # two to four programs for each multiprocessor, and never less than a block of columns for one
+    wanted = max(1, 2 * multiprocessors(query.device) // max(1, batch * kv_heads))
+    columns = max(1, length // (wanted * DECODE_COLUMNS)) * DECODE_COLUMNS
+    # a program would begin the slots only after its part of the sequence
+    parts = max(1, triton.cdiv(length, columns) + triton.cdiv(slots * tokens, columns))
     output = _new_rows(query)
     log_sum_exp = query.new_empty((batch, heads, tokens), dtype=torch.float32)
     if parts == 1:
@@ -444,7 +449,6 @@ def decode_forward(
                 length,
                 slots,
                 columns,
-                triton.cdiv(slots * tokens, parts),
                 scaling,
                 IS_CAUSAL=is_causal,
                 KV_HEADS=kv_heads,
@@ -458,11 +462,11 @@ def decode_forward(
             )
             if parts > 1:
                 rows = batch * tokens * heads
-                moda_decode_merge_kernel[(triton.cdiv(rows, 4),)](
+                moda_decode_merge_kernel[(rows,)](
                     *(partial, partial_log_sum_exp, output, log_sum_exp, parts, rows, tokens),
                     HEADS=heads,
                     HEAD_DIM=head_dim,
-                    BLOCK_ROWS=4,
+                    BLOCK_PARTS=max(1, 4096 // block_dim),
                     BLOCK_DIM=block_dim,
                     num_warps=4,
                 )

@@ -32,10 +32,10 @@ def sequence_backend(query: Tensor, key: Tensor, attention_mask: Tensor | None, 
         return "cpu"
     if query.device.type != "cuda":
         return "math"
-    square = not is_causal or tokens in (1, key.shape[2])
-    if attention_mask is None and query.dtype in HALF and head_dim % 8 == 0 and head_dim <= 256:
+    square = attention_mask is not None or not is_causal or tokens in (1, key.shape[2])
+    if query.dtype in HALF and head_dim % 8 == 0 and head_dim <= 256:
         if torch.version.hip:
-            if square:
+            if square and attention_mask is None:
                 return "flash"
         elif (
             square
@@ -46,7 +46,7 @@ def sequence_backend(query: Tensor, key: Tensor, attention_mask: Tensor | None, 
             and torch.cuda.get_device_capability(query.device) >= (9, 0)
         ):
             return "cudnn"
-        elif torch.cuda.get_device_capability(query.device) >= (8, 0):
+        elif attention_mask is None and torch.cuda.get_device_capability(query.device) >= (8, 0):
             return "flash"
     if query.dtype in (*HALF, torch.float32) and head_dim % (8 if query.dtype in HALF else 4) == 0:
         return "efficient"
