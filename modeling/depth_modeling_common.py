@@ -87,13 +87,21 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
+def is_exactly(module: object, *classes: type) -> bool:
+    """
+    Whether the type is one of these, none derived from it. Of a comparison of types a compiler would check before
+    each call, in Python, that those of all modules are the same.
+    """
+    return any(isinstance(module, each) and issubclass(each, type(module)) for each in classes)
+
+
 def runs_plainly(norm: nn.Module) -> bool:
     """
     Whether calling this RMS norm is nothing but its class's forward with a local weight. If so a fused operation may
     take the weight and do its work; hooks, adapters, sharding, quantization and replaced forwards must be called.
     """
     return (
-        type(norm) in (Qwen3RMSNorm, Olmo2RMSNorm)
+        is_exactly(norm, Qwen3RMSNorm, Olmo2RMSNorm)
         and "forward" not in norm.__dict__
         and not has_hooks(norm)
         # fake ones stand for parameters when a model is exported

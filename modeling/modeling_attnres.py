@@ -30,6 +30,7 @@ from .depth_modeling_common import (
     accepts_both_cache_names,
     foreign_layer,
     has_hooks,
+    is_exactly,
     runs_plainly,
 )
 from .modeling_dense_decoder import (
@@ -135,10 +136,12 @@ def is_bare(module: nn.Module, module_class: type[nn.Module]) -> bool:
     hook sets them first (pruning) or changes what the module gets.
     """
     return (
-        type(module) is module_class
+        is_exactly(module, module_class)
         and "forward" not in module.__dict__
         and not module._forward_pre_hooks
-        and all(type(p) in (nn.Parameter, torch.Tensor) and p.numel() for p in module.parameters(recurse=False))
+        and all(
+            p is None or (type(p) in (nn.Parameter, torch.Tensor) and p.numel()) for p in module._parameters.values()
+        )
     )
 
 

@@ -767,6 +767,11 @@ TILES = {
     "attn_res_phase_2_fwd": Tile(16),
     "attn_res_phase_2_bwd": Tile(16, programs_per_multiprocessor=3, stages=2),
 }
+# where a row has more than 2048 columns
+WIDE_TILES = {
+    "attn_res_fwd": Tile(32),
+    "attn_res_bwd": Tile(16, programs_per_multiprocessor=2, stages=1),
+}
 SCORE_TILE = {"BLOCK_T": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
 PHASE_1_FWD_TILE = {"BLOCK_ROWS": 1, "BLOCK_D": 2048, "num_warps": 4}
 PHASE_1_BWD_TILE = {"BLOCK_K": 64, "num_warps": 2, "STAGES": 3}
@@ -1223,8 +1228,9 @@ def _constants(tile: Tile, tokens: int, hidden_size: int, device: torch.device) 
 
 def _launch(kernel: str, tensor: Tensor) -> tuple[int, dict[str, int], int]:
     """Number of tokens, constants and number of programs. Static, so that equal shapes give equal bits."""
-    tokens = _tokens(tensor)
-    return tokens, *_constants(TILES[kernel], tokens, tensor.shape[-1], tensor.device)
+    tokens, hidden_size = _tokens(tensor), tensor.shape[-1]
+    tile = WIDE_TILES.get(kernel, TILES[kernel]) if hidden_size > 2048 else TILES[kernel]
+    return tokens, *_constants(tile, tokens, hidden_size, tensor.device)
 
 
 def _save_attn_res(ctx, inputs, output):
