@@ -19,7 +19,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 from transformers.utils.generic import can_return_tuple
 
-from depthmix.kernels.depth_implementations import triton_obstacle, use_triton
+from depthmix.kernels.depth_implementations import left_to_compiler, triton_obstacle, use_triton
 from depthmix.kernels.depth_value_mix import depth_value_mix
 from depthmix.kernels.norm_rotary_mix import norm_rotary_mix
 
@@ -152,7 +152,8 @@ class AttentionProjections:
         ):
             weights = {f"{name}_norm_weight": norm.weight for name, norm in zip(("query", "key"), norms, strict=False)}
             options = {"eps": norms[0].variance_epsilon, "key_norm_position": self.key_norm_position} if norms else {}
-            if use_triton(self.depth_impl, "norm_rotary_mix", triton_obstacle((query, key, value))):
+            triton = use_triton(self.depth_impl, "norm_rotary_mix", triton_obstacle((query, key, value)))
+            if triton and (source_keys or not left_to_compiler(self.depth_impl, hidden_states)):
                 return norm_rotary_mix(
                     query.transpose(1, 2),
                     key.transpose(1, 2),

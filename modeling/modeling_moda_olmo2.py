@@ -39,7 +39,12 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from depthmix.configuration.configuration_moda_olmo2 import MoDAOlmo2Config
-from depthmix.kernels.depth_implementations import check_implementation, triton_obstacle, use_triton
+from depthmix.kernels.depth_implementations import (
+    check_implementation,
+    left_to_compiler,
+    triton_obstacle,
+    use_triton,
+)
 from depthmix.kernels.depth_stream import DepthStream, moda_attention_over_stream
 from depthmix.kernels.norm_rotary_mix import norm_rotary_mix
 
@@ -138,7 +143,8 @@ class MoDAOlmo2Attention(Olmo2Attention):
         value: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if use_triton(self.depth_impl, "norm_rotary_mix", triton_obstacle((query, key, value))):
+        triton = use_triton(self.depth_impl, "norm_rotary_mix", triton_obstacle((query, key, value)))
+        if triton and not left_to_compiler(self.depth_impl, query):
             return norm_rotary_mix(query, key, value, *position_embeddings, impl=self.depth_impl)[:2]
         return apply_rotary_pos_emb(query, key, *position_embeddings)
 

@@ -22,7 +22,7 @@ from .attn_res_triton import (
     run_attn_res_phase_1,
     run_attn_res_phase_2,
 )
-from .depth_implementations import use_triton
+from .depth_implementations import left_to_compiler, use_triton
 
 
 SCALES = ("mean", "sum")
@@ -229,7 +229,8 @@ def attn_res_phase_2(
     if partial is None:
         partial, update = update, None
     parameters = (pseudo_query, norm_weight, bias, output_norm_weight)
-    if use_triton(impl, "attn_res_phase_2", attn_res_obstacle(output, partial, update, log_sum_exp, *parameters)):
+    triton = use_triton(impl, "attn_res_phase_2", attn_res_obstacle(output, partial, update, log_sum_exp, *parameters))
+    if triton and not left_to_compiler(impl, output):
         return _phase_2(output, log_sum_exp, partial, update, parameters, sources, eps, factor)
     if update is not None:
         partial = partial + update

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .depth_average_reference import depth_average_reference
 from .depth_average_triton import depth_average_obstacle, run_depth_average
-from .depth_implementations import use_triton
+from .depth_implementations import left_to_compiler, use_triton
 
 
 def depth_average(sources: Sequence[Tensor], weight: Tensor, *, impl: str = "auto") -> Tensor:
@@ -33,7 +33,8 @@ def depth_average(sources: Sequence[Tensor], weight: Tensor, *, impl: str = "aut
         `RuntimeError`: if `impl="triton"` cannot run.
     """
     check_average(sources, weight)
-    if use_triton(impl, "depth_average", depth_average_obstacle(sources, weight)):
+    triton = use_triton(impl, "depth_average", depth_average_obstacle(sources, weight))
+    if triton and not left_to_compiler(impl, sources[-1]):
         return run_depth_average(list(sources), weight)
     return depth_average_reference(sources, weight)
 
