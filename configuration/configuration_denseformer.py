@@ -4,6 +4,7 @@
 from huggingface_hub.dataclasses import strict
 
 from .configuration_dense_decoder import DenseDecoderConfig
+from .configuration_depth_common import check_decoder_shape
 
 
 @strict
@@ -40,6 +41,7 @@ class DenseFormerConfig(DenseDecoderConfig):
 
     def validate_depth_mixing(self):
         """Part of the `@strict` validation, which runs on construction and before saving."""
+        check_decoder_shape(self)
         for field in ("dwa_dilation", "dwa_period"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}={getattr(self, field)}: must be a positive number of layers.")

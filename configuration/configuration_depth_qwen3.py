@@ -7,7 +7,7 @@ from typing import Literal
 from huggingface_hub.dataclasses import strict
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
-from .configuration_depth_common import take_model_type
+from .configuration_depth_common import check_decoder_shape, take_model_type
 
 
 @strict
@@ -75,6 +75,7 @@ class DepthQwen3Config(Qwen3Config):
 
     def validate_depth_mixing(self):
         """Part of the `@strict` validation, which runs on construction and before saving."""
+        check_decoder_shape(self)
         if self.depth_stride is not None and self.depth_stride < 0:
             raise ValueError(
                 f"depth_stride={self.depth_stride}: must be a positive number of layers, 0 for no mixing, or None for "
@@ -84,12 +85,6 @@ class DepthQwen3Config(Qwen3Config):
             raise ValueError(f"depth_window={self.depth_window}: must be a number of layers, at least 0.")
         if self.num_loops < 1:
             raise ValueError(f"num_loops={self.num_loops}: must be a positive number of passes.")
-        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
-        if kv_heads is not None and (kv_heads < 1 or heads % kv_heads):
-            raise ValueError(
-                f"num_key_value_heads={kv_heads}: must divide num_attention_heads={heads}, since the depth query of a "
-                "key-value head is the mean of its group of query heads."
-            )
 
     @property
     def depth_sources(self) -> tuple[tuple[int, ...], ...]:

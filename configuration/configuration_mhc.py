@@ -6,6 +6,7 @@ from typing import Literal
 from huggingface_hub.dataclasses import strict
 
 from .configuration_dense_decoder import DenseDecoderConfig
+from .configuration_depth_common import check_decoder_shape
 
 
 @strict
@@ -42,6 +43,7 @@ class MHCConfig(DenseDecoderConfig):
 
     def validate_depth_mixing(self):
         """Part of the `@strict` validation, which runs on construction and before saving."""
+        check_decoder_shape(self)
         if self.mhc_num_streams < 2:
             raise ValueError(
                 f"mhc_num_streams={self.mhc_num_streams}: must be at least 2; with one stream there is nothing to mix."

@@ -6,7 +6,7 @@ from typing import Literal
 from huggingface_hub.dataclasses import strict
 from transformers.models.olmo2.configuration_olmo2 import Olmo2Config
 
-from .configuration_depth_common import take_model_type
+from .configuration_depth_common import check_decoder_shape, take_model_type
 
 
 @strict
@@ -93,6 +93,7 @@ class MoDAOlmo2Config(Olmo2Config):
 
     def validate_depth_mixing(self):
         """Part of the `@strict` validation, which runs on construction and before saving."""
+        check_decoder_shape(self)
         if self.moda_attn_depth_proj and not self.moda_attn_slots:
             raise ValueError(
                 "moda_attn_depth_proj=True: must be False with moda_attn_slots=False, which leaves nothing to project."
@@ -102,12 +103,6 @@ class MoDAOlmo2Config(Olmo2Config):
             raise ValueError(
                 f"moda_depth_window={window}: must be None or at least {max(made, 1)}, the number of slots that a "
                 "layer makes, or some of them would never be read."
-            )
-        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
-        if kv_heads is not None and (kv_heads < 1 or heads % kv_heads):
-            raise ValueError(
-                f"num_key_value_heads={kv_heads}: must divide num_attention_heads={heads}, since the slots of a "
-                "key-value head are read by its group of query heads."
             )
         if made and self.attention_dropout:
             raise ValueError(

@@ -140,11 +140,14 @@ def _bundle(directory: Path) -> str:
         raise ConversionError(f"{directory} has no config.json.")
     config = read_json(config_path)
     model_type = config.get("model_type")
-    if model_type not in AUTO_MAPS:
+    if not isinstance(model_type, str) or model_type not in AUTO_MAPS:
         raise ConversionError(f"{config_path}: model_type is {model_type!r}, must be one of {', '.join(AUTO_MAPS)}.")
+    auto_map = config.get("auto_map") or {}
+    if not isinstance(auto_map, dict):
+        raise ConversionError(f"{config_path}: auto_map is {auto_map!r}, must map Auto classes to references.")
     read_own(config, config_path)
     files = write_remote_code(directory, AUTO_MAPS[model_type])
-    config["auto_map"] = AUTO_MAPS[model_type] | users_references(config.get("auto_map"), files)
+    config["auto_map"] = AUTO_MAPS[model_type] | users_references(auto_map, files)
     config_path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return "\n".join(files)
 

@@ -363,7 +363,7 @@ def _plan_conversion(
             f"{opened.checkpoint.folder} is {layout.title} ({'; '.join(opened.evidence)}), which does not convert to "
             f"{target.name}. {reason}"
         )
-    if opened.config.get("quantization_config"):
+    if opened.config.get("quantization_config") is not None:
         raise ConversionError("The checkpoint is quantised (quantization_config). Convert the one it was made from.")
     if unknown := options.keys() - set(target.options):
         raise ConversionError(

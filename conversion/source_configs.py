@@ -35,8 +35,10 @@ def config_errors(place: str = "") -> Iterator[None]:
     except StrictDataclassError as error:
         # the cause is the rule, which names the field and the value
         raise ConversionError(f"{place}{error.__cause__ or error}") from error
-    except (ValueError, TypeError) as error:
-        raise ConversionError(f"{place}The configuration is not valid: {error}") from error
+    except Exception as error:
+        # any: a damaged value can fail anywhere in a library, and a mere `'bogus'` says little without its type
+        kind = "" if isinstance(error, (ValueError, TypeError)) else f"{type(error).__name__}: "
+        raise ConversionError(f"{place}The configuration is not valid: {kind}{error}") from error
 
 
 def read_own(source: dict[str, Any], path: Path) -> PreTrainedConfig | None:
@@ -47,7 +49,7 @@ def read_own(source: dict[str, Any], path: Path) -> PreTrainedConfig | None:
         [`ConversionError`]: for values that the model refuses.
     """
     model_type = source.get("model_type")
-    if model_type not in AUTO_MAPS:
+    if not isinstance(model_type, str) or model_type not in AUTO_MAPS:
         return None
     with config_errors(f"{path}: "):
         return auto_classes(model_type)["AutoConfig"].from_dict(deepcopy(source))

@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from .checkpoint_io import FLOAT_DTYPES, Checkpoint, TensorWrite, same_values
 from .conversion_target import NewTensorsFn
 from .errors import raise_problems
+from .source_configs import config_errors
 from .weight_maps import WeightMap
 
 
@@ -43,7 +44,8 @@ def plan_tensors(
     Raises:
         [`ConversionError`]: listing the tensors that are missing, not expected, of another shape, or quantised.
     """
-    shapes, tied = _expected_tensors(model_class, config)
+    with config_errors():
+        shapes, tied = _expected_tensors(model_class, config)
     start_values = new_tensors(config)
     start_dtype = dtype or _most_common_dtype(checkpoint)
     plan = TensorPlan()

@@ -26,6 +26,7 @@ except ImportError:
 
 if triton is not None:
     LOG2_E = tl.constexpr(1.4426950408889634)
+    LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
     # whose matrix product takes the bits of bf16 for integers
     IN_INTERPRETER = tl.constexpr(INTERPRETED)
 
@@ -215,7 +216,9 @@ if triton is not None:
         score_MN = _product(query_MD, tl.trans(key_ND)) * scaling
         if bias_MN is not None:
             score_MN += bias_MN
-        score_MN = tl.where(visible_MN, score_MN * LOG2_E, float("-inf"))
+        # the lowest number of a mask, which hides less than -inf does, stays finite
+        scaled_MN = tl.maximum(score_MN * LOG2_E, tl.where(score_MN == float("-inf"), float("-inf"), LOWEST))
+        score_MN = tl.where(visible_MN, scaled_MN, float("-inf"))
         previous_M = highest_M
         highest_M = tl.maximum(previous_M, tl.max(score_MN, 1))
         # a row may have seen nothing yet

@@ -51,6 +51,22 @@ def test_round_trip(config_class, given, tiny, tmp_path):
         assert loaded.to_dict() | {"_name_or_path": ""} == config.to_dict()
 
 
+@pytest.mark.parametrize("config_class", [AttnResConfig, *OWN_FIELDS])
+@pytest.mark.parametrize(
+    ("field", "value", "rule"),
+    [
+        ("num_key_value_heads", 3, "must divide num_attention_heads=4"),
+        ("num_key_value_heads", 0, "must divide num_attention_heads=4"),
+        ("num_hidden_layers", 0, "must be positive"),
+        ("hidden_size", -1, "must be positive"),
+    ],
+)
+def test_shapes_of_no_decoder(config_class, field, value, rule, tiny):
+    with pytest.raises(StrictDataclassError) as caught:
+        config_class(**tiny | {"num_attention_heads": 4, field: value})
+    assert f"{field}={value}: {rule}" in str(caught.value.__cause__)
+
+
 @pytest.mark.parametrize(
     ("layers", "dilation", "period", "sources"),
     [

@@ -141,6 +141,30 @@ def test_values_that_the_model_refuses(model_type, field, value, rule, tiny, edi
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+@pytest.mark.parametrize("damage", [{"auto_map": "x"}, {"auto_map": ["x"]}, {"model_type": ["mhc"]}])
+def test_bundle_of_a_damaged_config(damage, tiny, edit_config, tmp_path, fails):
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("mhc", **tiny)).save_pretrained(tmp_path)
+    edit_config(tmp_path, **damage)
+    for code in tmp_path.glob("*.py"):
+        code.unlink()
+    message = fails(1, "bundle", tmp_path)
+    (field, value), *_ = damage.items()
+    assert f"{tmp_path / 'config.json'}: {field} is {value!r}, must" in message
+    assert not list(tmp_path.glob("*.py"))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"hidden_act": "bogus"}, {"vocab_size": -1}, {"dtype": "bogus"}, {"dtype": [4]}, {"quantization_config": 0}],
+)
+def test_damaged_configs_of_sources(damage, qwen3_source, edit_config, tmp_path, fails):
+    source = qwen3_source()
+    edit_config(source, **damage)
+    for family in ("mhc", "depth_qwen3"):
+        message = fails(1, "convert", source, tmp_path / "converted", "--to", family, "--dry-run")
+        assert "not valid" in message or "must be positive" in message or "quantised" in message
+
+
 def test_refusals_exit_with_1(released_source, tmp_path, fails):
     message = fails(1, "convert", released_source(mlp_bias=True), tmp_path / "converted")
     assert message.startswith("depthmix: error: DepthQwen3 cannot represent") and "mlp_bias" in message

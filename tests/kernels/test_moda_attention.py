@@ -437,6 +437,17 @@ def test_decoding(case, dtype):
 
 
 @needs_triton
+@pytest.mark.parametrize("slots", [0, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decoding_where_a_mask_has_the_lowest_number(dtype, slots):
+    """Unlike -inf it leaves the columns as they are to each other where there is nothing else."""
+    tensors = inputs(tokens=1, length=4, slots=slots, dtype=dtype)
+    mask = torch.full((1, 1, 1, 4), torch.finfo(dtype).min, dtype=dtype, device=DEVICE)
+    output, expected = (moda_attention(**tensors, attention_mask=mask, impl=impl) for impl in ("triton", "reference"))
+    torch.testing.assert_close(output, expected, atol=2e-2, rtol=2e-2)
+
+
+@needs_triton
 def test_decoding_takes_its_own_kernel(monkeypatch):
     monkeypatch.setattr(moda_attention_joint, "sequence_attention_forward", None)
     moda_attention(**inputs(tokens=1, length=20), impl="triton")
