@@ -14,12 +14,8 @@ from depthmix.kernels.depth_implementations import INTERPRETED
 
 pytestmark = pytest.mark.long
 
-# of a family with many, those that differ most
-PATTERNS = {
-    "depth_qwen3": ("stride_1", "window"),
-    "attnres": ("block_3", "cumulative"),
-    "moda_olmo2": ("row_5", "window"),
-}
+# of a family with many, the one with most in it
+PATTERNS = {"depth_qwen3": ["window"], "attnres": ["block_3"], "moda_olmo2": ["window"]}
 WORKER = Path(__file__).with_name("two_process_worker.py")
 
 
@@ -83,7 +79,7 @@ def test_two_processes(family, build_awake, tmp_path, run_two_processes):
             assert results[f"native_fsdp {name}"] == {"saved": exact, "gradients": gradients, "held": 0.5}
 
             if INTERPRETED:
-                assert max(results[f"kernels {name}"].values()) < 1e-4
+                assert results[f"kernels {name}"] < 1e-4
 
             assert "pp_size=2: pipeline parallelism is not supported" in results[f"pipeline {name}"]
         assert [message for message in results["warnings"] if "view" in message] == []
