@@ -98,6 +98,23 @@ def compile_launch(kernel, arguments, constants, target: GPUTarget):
     return triton.compile(source, target=target, options=options)
 
 
+def compiled_for(target: str, kernel, arguments, constants, /, **described) -> dict:
+    """What a launch becomes on a target, to be printed, beside what else describes it."""
+    gpu, limit = TARGETS[target]
+    if gpu.backend == "hip" and "PRECISION" in constants:
+        constants = constants | {"PRECISION": "ieee"}
+    result = compile_launch(kernel, arguments, constants, gpu)
+    assembly = result.asm.get("ptx") or result.asm["amdgcn"]
+    wide_loads = ("ld.global.v", "cp.async.cg", "global_load_dwordx", "buffer_load_dwordx")
+    return described | {
+        "kernel": kernel.fn.__name__,
+        "target": target,
+        "shared_memory": result.metadata.shared,
+        "shared_memory_limit": limit,
+        "wide_loads": any(load in assembly for load in wide_loads),
+    }
+
+
 def main() -> None:
     compiled = []
     for target, (gpu, shared_memory) in TARGETS.items():

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from unittest.mock import patch
 
 import torch
-from ahead_of_time import TARGETS, Recorder, compile_launch
+from ahead_of_time import TARGETS, Recorder, compiled_for
 
 from depthmix.kernels import attn_res_triton
 
@@ -64,30 +64,17 @@ def launches_of(hidden_size, sources, sites, dtype, extras, recomputed):
 
 
 def main() -> None:
-    compiled = []
     # what is special to a target shows with the first two shapes
     cases = [(shape, target) for i, shape in enumerate(SHAPES) for target in TARGETS if i < 2 or target in OFTEN]
-    for shape, target in cases:
-        gpu, limit = TARGETS[target]
-        for kernel, arguments, constants in launches_of(*shape):
-            if gpu.backend == "hip" and "PRECISION" in constants:
-                constants = constants | {"PRECISION": "ieee"}
-            result = compile_launch(kernel, arguments, constants, gpu)
-            assembly = result.asm.get("ptx") or result.asm["amdgcn"]
-            compiled.append(
-                {
-                    "kernel": kernel.fn.__name__,
-                    "target": target,
-                    "shape": str(shape),
-                    "shared_memory": result.metadata.shared,
-                    "shared_memory_limit": limit,
-                    "wide": shape[0] % 256 == 0 and "parameter" not in kernel.fn.__name__,
-                    "wide_loads": any(
-                        load in assembly
-                        for load in ("ld.global.v", "cp.async.cg", "global_load_dwordx", "buffer_load_dwordx")
-                    ),
-                }
-            )
+    compiled = [
+        compiled_for(
+            *(target, kernel, arguments, constants),
+            shape=str(shape),
+            wide=shape[0] % 256 == 0 and "parameter" not in kernel.fn.__name__,
+        )
+        for shape, target in cases
+        for kernel, arguments, constants in launches_of(*shape)
+    ]
     print(json.dumps(compiled))
 
 

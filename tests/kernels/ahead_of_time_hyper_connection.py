@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from unittest.mock import patch
 
 import torch
-from ahead_of_time import TARGETS, compile_launch
+from ahead_of_time import compiled_for
 from ahead_of_time_attn_res import Recorders
 
 from depthmix.kernels import hyper_connection_triton
@@ -51,31 +51,17 @@ def launches_of(num_streams, size, dtype, parameter_dtype):
 
 
 def main() -> None:
-    compiled = []
-    for *shape, targets, with_maps in SHAPES:
-        for target in targets:
-            gpu, limit = TARGETS[target]
-            for kernel, arguments, constants in launches_of(*shape):
-                if "maps" in kernel.fn.__name__ and not with_maps:
-                    continue
-                if gpu.backend == "hip" and "PRECISION" in constants:
-                    constants = constants | {"PRECISION": "ieee"}
-                result = compile_launch(kernel, arguments, constants, gpu)
-                assembly = result.asm.get("ptx") or result.asm["amdgcn"]
-                compiled.append(
-                    {
-                        "kernel": kernel.fn.__name__,
-                        "target": target,
-                        "shape": str(shape),
-                        "shared_memory": result.metadata.shared,
-                        "shared_memory_limit": limit,
-                        "wide": not any(name in kernel.fn.__name__ for name in ("maps", "parameter")),
-                        "wide_loads": any(
-                            load in assembly
-                            for load in ("ld.global.v", "cp.async.cg", "global_load_dwordx", "buffer_load_dwordx")
-                        ),
-                    }
-                )
+    compiled = [
+        compiled_for(
+            *(target, kernel, arguments, constants),
+            shape=str(shape),
+            wide=not any(name in kernel.fn.__name__ for name in ("maps", "parameter")),
+        )
+        for *shape, targets, with_maps in SHAPES
+        for target in targets
+        for kernel, arguments, constants in launches_of(*shape)
+        if with_maps or "maps" not in kernel.fn.__name__
+    ]
     print(json.dumps(compiled))
 
 

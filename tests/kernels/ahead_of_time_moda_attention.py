@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from unittest.mock import patch
 
 import torch
-from ahead_of_time import TARGETS, compile_launch
+from ahead_of_time import TARGETS, compiled_for
 from ahead_of_time_attn_res import Recorders
 
 from depthmix.kernels import moda_attention_triton
@@ -80,25 +80,10 @@ def launches():
 
 
 def main() -> None:
-    compiled = []
-    for (target, (gpu, limit)), launch in itertools.product(TARGETS.items(), list(launches())):
-        kernel, arguments, constants, wide = launch
-        result = compile_launch(kernel, arguments, constants, gpu)
-        assembly = result.asm.get("ptx") or result.asm["amdgcn"]
-        compiled.append(
-            {
-                "kernel": kernel.fn.__name__,
-                "target": target,
-                "constants": constants,
-                "shared_memory": result.metadata.shared,
-                "shared_memory_limit": limit,
-                "wide": wide,
-                "wide_loads": any(
-                    load in assembly
-                    for load in ("ld.global.v", "cp.async.cg", "global_load_dwordx", "buffer_load_dwordx")
-                ),
-            }
-        )
+    compiled = [
+        compiled_for(target, kernel, arguments, constants, constants=constants, wide=wide)
+        for target, (kernel, arguments, constants, wide) in itertools.product(TARGETS, list(launches()))
+    ]
     print(json.dumps(compiled))
 
 

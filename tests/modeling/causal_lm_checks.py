@@ -45,6 +45,23 @@ def assert_close(actual, expected, tolerance=2e-5):
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=0)
 
 
+def assert_trains_and_decodes_alike(model, expected, ids, noise=0.0):
+    """In logits, gradients, which may be off by so much `noise` besides, and decoding in chunks."""
+    results = []
+    for each in (expected, model):
+        outputs = each(ids, labels=ids, use_cache=False)
+        outputs.loss.backward()
+        results.append(outputs.logits)
+    assert_close(*results)
+    for name, parameter in model.named_parameters():
+        gradient = expected.get_parameter(name).grad
+        assert (parameter.grad - gradient).norm() <= 1e-4 * gradient.norm() + noise, name
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        steps = [model(chunk, **{HOST_CACHE_NAME: cache}).logits for chunk in ids.split([6, 1, 2], dim=1)]
+    assert_close(torch.cat(steps, dim=1), results[0])
+
+
 def new_cache(model, kind="dynamic"):
     if kind == "static":
         return StaticCache(config=model.config, max_cache_len=64)

@@ -6,7 +6,14 @@ import weakref
 
 import pytest
 import torch
-from causal_lm_checks import HOST_CACHE_NAME, CausalLMChecks, assert_close, left_padded, new_cache
+from causal_lm_checks import (
+    HOST_CACHE_NAME,
+    CausalLMChecks,
+    assert_close,
+    assert_trains_and_decodes_alike,
+    left_padded,
+    new_cache,
+)
 from torch import nn
 from transformers import AutoModel, Olmo2Config, Olmo2ForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -319,19 +326,7 @@ def test_kernels_in_training_and_decoding(build, token_ids, fields):
     """The shared buffer, its gradients, and the path of a single token."""
     ids = token_ids(2, 9)
     expected, model = (build(**fields, num_hidden_layers=3, depth_impl=impl) for impl in ("reference", "triton"))
-    results = []
-    for each in (expected, model):
-        outputs = each(ids, labels=ids, use_cache=False)
-        outputs.loss.backward()
-        results.append(outputs.logits)
-    assert_close(*results)
-    for name, parameter in model.named_parameters():
-        gradient = expected.get_parameter(name).grad
-        assert (parameter.grad - gradient).norm() <= 1e-4 * gradient.norm(), name
-    cache = new_cache(model)
-    with torch.no_grad():
-        steps = [model(chunk, **{HOST_CACHE_NAME: cache}).logits for chunk in ids.split([6, 1, 2], dim=1)]
-    assert_close(torch.cat(steps, dim=1), results[0])
+    assert_trains_and_decodes_alike(model, expected, ids)
 
 
 @torch.no_grad()
