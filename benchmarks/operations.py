@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from depthmix.kernels import (
+    depth_average,
     hyper_connection_read,
     hyper_connection_write,
     moda_attention,
@@ -240,53 +241,92 @@ def check_connection(size: int) -> None:
             raise RuntimeError(f"hyper_connection_read and _write are off by {error} from their reference.")
 
 
+def beside_copy(name: str, moved: int, ways: dict[str, Callable[[], object]]) -> Iterator[Measurement]:
+    """
+    The ways to do an operation that has to read and write so many bytes, as launched and as a graph, each beside a
+    copy that moves as many. A way that does not run here is said to, and left out.
+    """
+    calls = 4
+    source = torch.randn(moved // 4, device="cuda", dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+
+    def repeated(way):
+        for _ in range(calls):
+            way()
+
+    steps = {"copy": lambda: target.copy_(source)} | ways
+    for model, way in steps.items():
+        for form, prepare in ((name, lambda step: step), (f"{name}, graph", captured)):
+            try:
+                copy, timing = measure([prepare(partial(repeated, each)) for each in (steps["copy"], way)])
+            except Exception as error:
+                print(f"{form:42} {model:16} does not run: {type(error).__name__}: {str(error)[:120]}", flush=True)
+                continue
+            yield Measurement(
+                *(form, "", model, timing.median / calls, min(timing.times) / calls, max(timing.times) / calls),
+                gib=moved / 2**30,
+                ratio=timing.median / copy.median,
+            )
+    release_memory()
+
+
 def hyper_connection(name: str, size: str, *, tokens: int, hidden_size: int, backward: bool) -> Iterator[Measurement]:
     """
     Read and write, beside a copy of what they have to read and write: each input and each gradient once. The reference
     is that of the package, which keeps its inputs only, and the same compiled.
     """
     check_connection(hidden_size)
-    calls, streams = 4, 4
+    streams = 4
     leaves, grads = connection_inputs(tokens, hidden_size)
     states = (streams + 1) + (2 * streams + 1)
     if backward:
         # of the write, and of the read, which takes the gradient of the streams from it
         states += (3 * streams + 2) + (3 * streams + 1)
-    moved = states * leaves[1].nbytes
-    source = torch.randn(moved // 4, device="cuda", dtype=torch.bfloat16)
-    target = torch.empty_like(source)
-
-    def step(way, inputs):
-        for _ in range(calls):
-            if backward:
-                torch.autograd.grad(way(inputs), inputs, grads)
-            else:
-                with torch.no_grad():
-                    way(inputs)
-
-    def copies():
-        for _ in range(calls):
-            target.copy_(source)
-
     ways = {
         "depthmix": (partial(connection, impl="triton"), leaves),
         "liger-kernel": (liger_connection, liger_leaves(leaves)),
         "reference": (partial(connection, impl="reference"), leaves),
         "compiled": (torch.compile(partial(connection, impl="reference")), leaves),
     }
-    for model, (way, inputs) in ways.items():
-        try:
-            copy, timing = measure([copies, partial(step, way, inputs)])
-        except Exception as error:
-            print(f"{name:42} {model:16} does not run: {type(error).__name__}: {str(error)[:120]}", flush=True)
-            continue
-        for row, each in [("copy", copy)] * (model == "depthmix") + [(model, timing)]:
-            yield Measurement(
-                *(name, "", row, each.median / calls, min(each.times) / calls, max(each.times) / calls),
-                gib=moved / 2**30,
-                ratio=each.median / copy.median,
-            )
-    release_memory()
+    steps = {model: partial(_run, *way, grads if backward else None) for model, way in ways.items()}
+    yield from beside_copy(name, states * leaves[1].nbytes, steps)
+
+
+def _run(way: Callable, leaves: list[torch.Tensor], grads: list[torch.Tensor] | None) -> None:
+    """Forward, and backward where there are gradients of the results."""
+    if grads is None:
+        with torch.no_grad():
+            way(leaves)
+    else:
+        torch.autograd.grad(way(leaves), leaves, grads)
+
+
+def average(name: str, size: str, *, sources: int, backward: bool) -> Iterator[Measurement]:
+    """The depth-weighted average of 8192 tokens of width 2048, beside a copy, the reference and the same compiled."""
+    leaves = [torch.randn(8192, 2048, device="cuda", dtype=torch.bfloat16) for _ in range(sources)]
+    leaves = [tensor.requires_grad_() for tensor in (*leaves, torch.randn(sources, device="cuda").bfloat16())]
+    grad = torch.randn_like(leaves[0])
+
+    def way(impl):
+        return lambda leaves: [depth_average(leaves[:-1], leaves[-1], impl=impl)]
+
+    # the gate: results and gradients are those of the reference, but for the rounding of bf16
+    wide = [leaf.detach()[:300].double().requires_grad_() for leaf in leaves]
+    short = [leaf.detach()[:300].requires_grad_() for leaf in leaves]
+    results = []
+    for inputs, impl in ((short, "triton"), (wide, "reference")):
+        outputs = way(impl)(inputs)
+        results.append([*outputs, *torch.autograd.grad(outputs, inputs, [grad[:300].to(inputs[0].dtype)])])
+    for actual, expected in zip(*results, strict=True):
+        error = ((actual.double() - expected).norm() / expected.norm()).item()
+        if not error < 8e-3:
+            raise RuntimeError(f"depth_average is off by {error} from its reference.")
+
+    ways = {"depthmix": way("triton"), "reference": way("reference"), "compiled": torch.compile(way("reference"))}
+    steps = {model: partial(_run, each, leaves, [grad] if backward else None) for model, each in ways.items()}
+    # forward: sources read, the average written; backward: sources and a gradient read, their gradients written
+    states = (sources + 1) + (2 * sources + 1) * backward
+    yield from beside_copy(name, states * grad.nbytes, steps)
 
 
 CONNECTION_CASES = {
@@ -307,8 +347,15 @@ MODA_CASES = {
         (16384, 8, 256),
     )
 }
+AVERAGE_CASES = {
+    f"depth_average_{sources}_sources_{'forward_backward' if backward else 'forward'}": partial(
+        average, sources=sources, backward=backward
+    )
+    for sources in (4, 16, 48)
+    for backward in (False, True)
+}
 # of no model's size
-UNSIZED_CASES = MODA_CASES | CONNECTION_CASES
+UNSIZED_CASES = MODA_CASES | CONNECTION_CASES | AVERAGE_CASES
 CASES = UNSIZED_CASES | {
     f"{'norm_rotary_mix' if fused else 'depth_value_mix'}_{sources}_sources_{direction}_{tokens}": partial(
         operation,
