@@ -15,13 +15,21 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
-from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.olmo2.modeling_olmo2 import Olmo2MLP, Olmo2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, apply_rotary_pos_emb
 from transformers.utils.generic import can_return_tuple
 
-from depthmix.kernels.depth_implementations import left_to_compiler, triton_obstacle, use_triton
+from depthmix.kernels.depth_implementations import (
+    autocast_dtype,
+    in_compiled_decoding,
+    left_to_compiler,
+    triton_obstacle,
+    use_triton,
+)
 from depthmix.kernels.depth_value_mix import depth_value_mix
 from depthmix.kernels.norm_rotary_mix import norm_rotary_mix
+from depthmix.kernels.shared_input_linear import shared_input_linear
 
 
 try:
@@ -95,18 +103,22 @@ def is_exactly(module: object, *classes: type) -> bool:
     return any(isinstance(module, each) and issubclass(each, type(module)) for each in classes)
 
 
+def calls_its_forward(module: nn.Module, *classes: type) -> bool:
+    """Whether calling this module is nothing but the forward of one of these classes."""
+    return is_exactly(module, *classes) and "forward" not in module.__dict__ and not has_hooks(module)
+
+
+def has_local_weight(module: nn.Module) -> bool:
+    # fake ones stand for parameters when a model is exported
+    return type(module.weight) in (nn.Parameter, torch.Tensor, FakeTensor)
+
+
 def runs_plainly(norm: nn.Module) -> bool:
     """
     Whether calling this RMS norm is nothing but its class's forward with a local weight. If so a fused operation may
     take the weight and do its work; hooks, adapters, sharding, quantization and replaced forwards must be called.
     """
-    return (
-        is_exactly(norm, Qwen3RMSNorm, Olmo2RMSNorm)
-        and "forward" not in norm.__dict__
-        and not has_hooks(norm)
-        # fake ones stand for parameters when a model is exported
-        and type(norm.weight) in (nn.Parameter, torch.Tensor, FakeTensor)
-    )
+    return calls_its_forward(norm, Qwen3RMSNorm, Olmo2RMSNorm) and has_local_weight(norm)
 
 
 def apply_norm(norm: nn.Module, hidden_states: torch.Tensor, impl: str) -> torch.Tensor:
@@ -125,6 +137,41 @@ def apply_norm(norm: nn.Module, hidden_states: torch.Tensor, impl: str) -> torch
     return norm(hidden_states)
 
 
+def apply_linears(linears: Sequence[nn.Module], hidden_states: torch.Tensor, impl: str) -> list[torch.Tensor]:
+    """
+    These linear maps of the same hidden states `[B, T, hidden]`. In compiled decoding of one sequence they are one
+    kernel where kernels are wanted and can work, and the modules do nothing else.
+    """
+    if (
+        linears
+        and impl != "reference"
+        and in_compiled_decoding(hidden_states)
+        and hidden_states.shape[0] == 1
+        and autocast_dtype(hidden_states) is None
+        and all(
+            calls_its_forward(linear, nn.Linear)
+            and linear.bias is None
+            and has_local_weight(linear)
+            and linear.weight.dtype is hidden_states.dtype
+            for linear in linears
+        )
+    ):
+        weights = [linear.weight for linear in linears]
+        if use_triton(impl, "shared_input_linear", triton_obstacle((hidden_states, *weights))):
+            return shared_input_linear(hidden_states, weights, impl=impl)
+    return [linear(hidden_states) for linear in linears]
+
+
+def apply_mlp(
+    mlp: nn.Module, hidden_states: torch.Tensor, impl: str, beside: Sequence[nn.Module] = ()
+) -> tuple[torch.Tensor, ...]:
+    """The gated network's output `[B, T, hidden]`, and linear maps of its input, which are computed beside its own."""
+    if in_compiled_decoding(hidden_states) and calls_its_forward(mlp, LlamaMLP, Qwen3MLP, Olmo2MLP):
+        gate, up, *others = apply_linears((mlp.gate_proj, mlp.up_proj, *beside), hidden_states, impl)
+        return mlp.down_proj(mlp.act_fn(gate) * up), *others
+    return mlp(hidden_states), *apply_linears(beside, hidden_states, impl)
+
+
 class AttentionProjections:
     """
     How an attention layer gets query, key and value: projections, norms (if it has any), rotation and, with source
@@ -140,9 +187,9 @@ class AttentionProjections:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Query `[B, Hq, T, d]`, key and value `[B, Hkv, T, d]` of these tokens, as attention reads them."""
         head_shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        query = self.q_proj(hidden_states).view(head_shape)
-        key = self.k_proj(hidden_states).view(head_shape)
-        value = self.v_proj(hidden_states).view(head_shape).transpose(1, 2)
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        query, key, value = (x.view(head_shape) for x in apply_linears(projections, hidden_states, self.depth_impl))
+        value = value.transpose(1, 2)
         norms = () if self.key_norm_position is None else (self.q_norm, self.k_norm)
         # hooks and replacements of a norm must be called
         if (

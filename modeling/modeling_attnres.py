@@ -28,6 +28,7 @@ from .depth_modeling_common import (
     HOST_CACHE_NAME,
     DepthModelOutputWithPast,
     accepts_both_cache_names,
+    apply_mlp,
     foreign_layer,
     has_hooks,
     is_exactly,
@@ -259,7 +260,7 @@ class AttnResDecoderLayer(DenseDecoderLayer):
             phase_1[for_attention:],
             output_depth_weights,
         )
-        update = self.mlp(mixed)
+        update, *_ = apply_mlp(self.mlp, mixed, self.depth_impl)
         if self.ends_block_before_mlp:
             outputs = update.to(partial.dtype), *ended, partial if started is None else started
         else:

@@ -27,6 +27,7 @@ from .depth_modeling_common import (
     DepthCausalLM,
     DepthSequenceClassification,
     accepts_both_cache_names,
+    apply_mlp,
     apply_norm,
     cache_update_keywords,
     refuse_pipeline_parallelism,
@@ -107,7 +108,9 @@ class DenseDecoderLayer(GradientCheckpointingLayer):
 
     def feed_forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The update of the MLP sub-layer, `[B, T, hidden]`."""
-        return self.mlp(apply_norm(self.post_attention_layernorm, hidden_states, self.depth_impl))
+        normalised = apply_norm(self.post_attention_layernorm, hidden_states, self.depth_impl)
+        update, *_ = apply_mlp(self.mlp, normalised, self.depth_impl)
+        return update
 
 
 class DenseDecoderPreTrainedModel(Qwen3PreTrainedModel):

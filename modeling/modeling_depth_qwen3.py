@@ -43,6 +43,7 @@ from .depth_modeling_common import (
     DepthModelOutputWithPast,
     DepthSequenceClassification,
     accepts_both_cache_names,
+    apply_mlp,
     apply_norm,
     cache_update_keywords,
     refuse_pipeline_parallelism,
@@ -164,7 +165,8 @@ class DepthQwen3DecoderLayer(Qwen3DecoderLayer):
         )
         hidden_states = residual + hidden_states
         normalised = apply_norm(self.post_attention_layernorm, hidden_states, self.depth_impl)
-        hidden_states = hidden_states + self.mlp(normalised)
+        update, *_ = apply_mlp(self.mlp, normalised, self.depth_impl)
+        hidden_states = hidden_states + update
         return (hidden_states, *key_and_value) if key_and_value else hidden_states
 
 

@@ -55,6 +55,8 @@ from .depth_modeling_common import (
     DepthModelOutputWithPast,
     DepthSequenceClassification,
     accepts_both_cache_names,
+    apply_linears,
+    apply_mlp,
     apply_norm,
     cache_update_keywords,
     foreign_layer,
@@ -165,11 +167,10 @@ class MoDAOlmo2Attention(Olmo2Attention):
         key and value make a slot, that key and that value, `[B, T, Hkv * d]`.
         """
         head_shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        plain_query = apply_norm(self.q_norm, self.q_proj(hidden_states), self.depth_impl)
-        projected_key = self.k_proj(hidden_states)
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        plain_query, projected_key, flat_value = apply_linears(projections, hidden_states, self.depth_impl)
         flat_key = apply_norm(self.k_norm, projected_key, self.depth_impl)
-        flat_value = self.v_proj(hidden_states)
-        plain_query = plain_query.view(head_shape).transpose(1, 2)
+        plain_query = apply_norm(self.q_norm, plain_query, self.depth_impl).view(head_shape).transpose(1, 2)
         key, value = (flat.view(head_shape).transpose(1, 2) for flat in (flat_key, flat_value))
         query, key = self.rotate(plain_query, key, value, position_embeddings)
 
@@ -312,9 +313,11 @@ class MoDAOlmo2DecoderLayer(Olmo2DecoderLayer):
         hidden_states = self.add(self.post_attention_layernorm, hidden_states, update)
 
         mlp_input = self.norm_before(self.post_feedforward_layernorm, hidden_states)
-        if self.projects_ffn_slot:
-            slots += self.slot(self.mlp_depth_kv_proj(mlp_input))
-        hidden_states = self.add(self.post_feedforward_layernorm, hidden_states, self.mlp(mlp_input))
+        beside = (self.mlp_depth_kv_proj,) if self.projects_ffn_slot else ()
+        update, *projected = apply_mlp(self.mlp, mlp_input, self.depth_impl, beside)
+        for each in projected:
+            slots += self.slot(each)
+        hidden_states = self.add(self.post_feedforward_layernorm, hidden_states, update)
         return (hidden_states, *slots) if slots else hidden_states
 
 

@@ -8,6 +8,7 @@ from .depth_value_mix import depth_value_mix, depth_value_weights
 from .hyper_connection import hyper_connection_read, hyper_connection_write, stream_readout
 from .moda_attention import moda_attention, moda_attention_weights
 from .norm_rotary_mix import norm_rotary_mix
+from .shared_input_linear import shared_input_linear
 
 
 __all__ = [
@@ -25,5 +26,6 @@ __all__ = [
     "moda_attention_over_stream",
     "moda_attention_weights",
     "norm_rotary_mix",
+    "shared_input_linear",
     "stream_readout",
 ]

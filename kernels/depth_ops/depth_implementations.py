@@ -49,18 +49,22 @@ def use_triton(impl: str, operation: str, obstacle: str | None) -> bool:
     return impl == "triton" or (impl == "auto" and obstacle is None and not INTERPRETED)
 
 
-def left_to_compiler(impl: str, hidden_states: Tensor) -> bool:
-    """
-    Whether `"auto"` means plain PyTorch here, for a compiler to fuse with what is around it: decoding with one token
-    `[..., 1, D]` for each sequence, where each kernel costs its launch.
-    """
+def in_compiled_decoding(hidden_states: Tensor) -> bool:
+    """Whether a compiler sees decoding with one token `[..., 1, D]` for each sequence."""
     return (
-        impl == "auto"
-        and torch.compiler.is_compiling()
+        torch.compiler.is_compiling()
         and not torch.is_grad_enabled()
         and hidden_states.ndim > 1
         and hidden_states.shape[-2] == 1
     )
+
+
+def left_to_compiler(impl: str, hidden_states: Tensor) -> bool:
+    """
+    Whether `"auto"` means plain PyTorch here, for a compiler to fuse with what is around it: decoding, where each
+    kernel costs its launch.
+    """
+    return impl == "auto" and in_compiled_decoding(hidden_states)
 
 
 def triton_obstacle(tensors: Iterable[Tensor]) -> str | None:

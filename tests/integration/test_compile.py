@@ -95,6 +95,42 @@ def test_static_cache_decoding(family, build_awake, token_ids, logits_of, counti
     assert decode(9)[-1] == graphs[-1]
 
 
+@pytest.mark.interpreter
+def test_decoding_with_kernels_reads_weights_of_one_input_together(family, build_awake, token_ids, logits_of):
+    """A kernel for query, key and value and one for the gated network, but where a module must be called."""
+    model, kernels = build_awake(family, num_hidden_layers=2, depth_impl="triton"), []
+
+    def backend(graph, inputs):
+        kernels.append(sum("shared_input_linear" in str(node.target) for node in graph.graph.nodes))
+        return graph.forward
+
+    @torch.no_grad()
+    def decode(ids):
+        cache = StaticCache(model.config, max_cache_len=16)
+        model(ids[:, :5], past_key_values=cache)
+        compiled = torch.compile(model.forward, fullgraph=True, backend=backend)
+        return compiled(ids[:, 5:], position_ids=torch.tensor([[5]]), past_key_values=cache).logits[:, 0]
+
+    def check(ids):
+        kernels.clear()
+        assert_close(decode(ids), logits_of(model, ids, use_cache=False)[:, 5])
+        return kernels
+
+    layers = model.config.num_hidden_layers * getattr(model.config, "num_loops", 1)
+    assert check(token_ids(1, 6)) == [2 * layers]
+    # for several sequences a library's matrix products are better
+    assert check(token_ids(2, 6)) == [0]
+    called = []
+    for module in (model.model.layers[0].self_attn.k_proj, model.model.layers[1].mlp):
+        module.register_forward_hook(lambda *_: called.append(1))
+    torch.compiler.reset()
+    hooked = 2 * layers // model.config.num_hidden_layers
+    # of the second one, what is beside it is still one kernel
+    beside = hasattr(model.model.layers[1], "mlp_depth_kv_proj")
+    assert check(token_ids(1, 6)) == [2 * layers - hooked + beside]
+    assert called
+
+
 def test_depth_weights(build_awake, token_ids, counting, family):
     if not family.has_depth_weights:
         pytest.skip("this family returns none")

@@ -1,0 +1,57 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""Linear maps of one token: public entry point."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .depth_implementations import use_triton
+from .shared_input_linear_triton import run_shared_input_linear, shared_input_linear_obstacle
+
+
+def shared_input_linear(hidden_states: Tensor, weights: Sequence[Tensor], *, impl: str = "auto") -> list[Tensor]:
+    r"""
+    Several linear maps \\(W_i x\\) of the same hidden states, for decoding: a token's products take as long as reading
+    the weights, and each product of a library besides what it costs to start one.
+
+    Args:
+        hidden_states (`torch.Tensor` of shape `[..., D]`):
+            What all maps are applied to.
+        weights (sequence of `torch.Tensor` of shape `[D_i, D]`):
+            Their matrices, of the same dtype.
+        impl (`str`, *optional*, defaults to `"auto"`):
+            `"reference"` is pure PyTorch and runs anywhere. `"triton"` is one kernel for all maps that reads each
+            weight once, for a single row of hidden states in fp16, bf16 or fp32 on a GPU; it has no gradient. `"auto"`
+            is the kernel where it supports the tensors, else the reference.
+
+    Returns:
+        One `torch.Tensor` of shape `[..., D_i]` for each map, in the dtype of the hidden states. Products are added up
+        in fp32 (fp64 for fp64 inputs) and rounded once.
+
+    Raises:
+        `ValueError`: if shapes or dtypes do not fit together, or `impl` is unknown.
+        `RuntimeError`: if `impl="triton"` cannot run.
+    """
+    for i, weight in enumerate(weights):
+        if weight.shape[1:] != hidden_states.shape[-1:] or weight.dtype is not hidden_states.dtype:
+            raise ValueError(
+                f"weights[{i}] has shape {list(weight.shape)} and dtype {weight.dtype}: must be [*, "
+                f"{hidden_states.shape[-1]}] of {hidden_states.dtype}, as the hidden states have them."
+            )
+    if not weights:
+        raise ValueError("weights is empty: there must be at least one.")
+    if use_triton(impl, "shared_input_linear", shared_input_linear_obstacle(hidden_states, weights)):
+        return run_shared_input_linear(hidden_states, list(weights))
+    return shared_input_linear_reference(hidden_states, weights)
+
+
+def shared_input_linear_reference(hidden_states: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    """
+    The maps in pure PyTorch, with the arguments and results of [`shared_input_linear`].
+
+    Legend: D hidden size, E entries of a result.
+    """
+    wide = torch.promote_types(hidden_states.dtype, torch.float32)
+    x_D = hidden_states.to(wide)
+    return [torch.nn.functional.linear(x_D, weight_ED.to(wide)).to(hidden_states.dtype) for weight_ED in weights]
