@@ -24,8 +24,7 @@ try:
 except ImportError:
     triton = None
 
-# how many sources are in flight at once, and how many elements of them a program holds: one load of 16 bytes of each
-# thread in bf16
+# how many sources are in flight at once, and how many elements a program holds: of bf16, 16 bytes of each thread
 FWD_TILE = {"GROUP": 8, "BLOCK": 1024, "num_warps": 4}
 BWD_TILE = {"GROUP": 8, "BLOCK": 1024, "num_warps": 4}
 MAX_SOURCES = 128
@@ -46,7 +45,7 @@ if triton is not None:
     def _load_group(sources, first, num_sources, offset_B, inside_B, GROUP: tl.constexpr):
         """
         GROUP sources from `first` on, a multiple of GROUP, as a tuple; zeros after the last one. A pointer is picked
-        among those alone that can stand at its place of a group.
+        among those that can stand at its place of a group: there are fewer of them.
         """
         values = ()
         for j in tl.static_range(GROUP):
