@@ -47,6 +47,9 @@ def main() -> None:
                     "wide_loads": any(
                         load in assembly for load in ("ld.global.v", "global_load_dwordx", "buffer_load_dwordx")
                     ),
+                    "wide_stores": any(
+                        store in assembly for store in ("st.global.v", "global_store_dwordx", "buffer_store_dwordx")
+                    ),
                 }
             )
     print(json.dumps(compiled))

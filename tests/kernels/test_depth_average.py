@@ -44,7 +44,8 @@ def test_reference_equals_plain_sums():
         torch.testing.assert_close(source_grad, (w * grad.double()).detach())
 
 
-# sizes that end inside a piece and on its edge, and numbers of sources around those that kernels are compiled for
+# sizes that end inside a piece and on its edge; numbers of sources around those that kernels are compiled for and that
+# fill groups or do not
 @pytest.mark.interpreter
 @pytest.mark.parametrize(
     ("shape", "number"),
@@ -53,6 +54,7 @@ def test_reference_equals_plain_sums():
         ((2, 3, 100), 4),
         ((1, 2, 2048), 5),
         ((4097,), 16),
+        ((1, 1, 700), 12),
         ((1, 3, 1536), 17),
     ],
 )
@@ -87,6 +89,16 @@ def test_strided_inputs():
     ]
     sources[2] = sources[2].transpose(0, 1)
     weight, grad = draw(6)[::2], draw(3, 2, 20, seed=9).detach().transpose(0, 1)
+    for ours, expected in zip(
+        *(results(impl, sources, weight, grad) for impl in ("triton", "reference")), strict=True
+    ):
+        torch.testing.assert_close(ours, expected)
+
+
+@pytest.mark.interpreter
+def test_addresses_that_wide_loads_cannot_read():
+    sources, weight = [draw(1 + 32, seed=i)[1:] for i in range(2)], draw(2)
+    grad = draw(1 + 32, seed=9).detach()[1:]
     for ours, expected in zip(
         *(results(impl, sources, weight, grad) for impl in ("triton", "reference")), strict=True
     ):
@@ -161,4 +173,4 @@ def test_kernels_compile_ahead_of_time():
         for target in ("sm_80", "sm_90", "sm_100", "gfx942")
     }
     assert all(entry["shared_memory"] <= entry["shared_memory_limit"] for entry in compiled)
-    assert all(entry["wide_loads"] for entry in compiled)
+    assert all(entry["wide_loads"] and entry["wide_stores"] for entry in compiled)
