@@ -370,7 +370,7 @@ class MoDAOlmo2Model(DecoderInputs, MoDAOlmo2PreTrainedModel, Olmo2Model):
         # fixed here, since early exit changes `config.num_hidden_layers` during a call
         self.slots_per_layer = config.depth_slots_per_layer
         self.num_slots = config.depth_slots[-1][1]
-        self.slot_size = self.layers[0].slot_size
+        self.slot_size, self.slot_heads = self.layers[0].slot_size, config.num_key_value_heads
         if self.num_slots:
             refuse_pipeline_parallelism(config)
         self.post_init()
@@ -425,8 +425,9 @@ class MoDAOlmo2Model(DecoderInputs, MoDAOlmo2PreTrainedModel, Olmo2Model):
 
     def as_slot(self, flat: torch.Tensor) -> torch.Tensor:
         """`[B, T, Hkv, d]` from what a layer returns."""
-        heads = self.config.num_key_value_heads
-        return flat[..., -self.slot_size :].unflatten(-1, (heads, self.slot_size // heads))
+        if flat.shape[-1] > self.slot_size:
+            flat = flat[..., -self.slot_size :]
+        return flat.view(*flat.shape[:-1], self.slot_heads, self.slot_size // self.slot_heads)
 
 
 class MoDAOlmo2ForCausalLM(DepthCausalLM, MoDAOlmo2PreTrainedModel, Olmo2ForCausalLM):

@@ -28,7 +28,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .depth_implementations import INTERPRETED, device_of, multiprocessors, triton_obstacle
+from .depth_implementations import INTERPRETED, device_of, divide_up, multiprocessors, power_of_2_from, triton_obstacle
 from .typed_operations import DifferentiableOperation, Operation
 
 
@@ -791,7 +791,7 @@ MAX_ELEMENTS = 65536
 
 def max_sources(hidden_size: int) -> int:
     """The number of sources that one launch takes; more are mixed in groups."""
-    return max(1, min(MAX_SOURCES, MAX_ELEMENTS // 2 // _power_of_2_from(hidden_size)))
+    return max(1, min(MAX_SOURCES, MAX_ELEMENTS // 2 // power_of_2_from(hidden_size)))
 
 
 def attn_res_obstacle(*tensors: Tensor | None) -> str | None:
@@ -905,7 +905,7 @@ def attn_res_phase_1_forward(
         if scalars is None:
             scalars = _new_phase_1_scalars(sources, sites)
         sources = _of_equal_strides(sources)
-        attn_res_phase_1_score_kernel[(_divide_up(tokens, SCORE_TILE["BLOCK_T"]), len(sources))](
+        attn_res_phase_1_score_kernel[(divide_up(tokens, SCORE_TILE["BLOCK_T"]), len(sources))](
             tuple(map(_argument, sources)),
             _fold(pseudo_queries, norm_weights),
             results[1],
@@ -915,15 +915,15 @@ def attn_res_phase_1_forward(
             ALIGNMENT=_alignment(sources),
             SITES=sites,
             D=hidden_size,
-            BLOCK_S=max(16, _power_of_2_from(sites)),
+            BLOCK_S=max(16, power_of_2_from(sites)),
             PRECISION=_precision(),
             **SCORE_TILE,
         )
         if len(sources) == 1:
             return outputs
         grid = (
-            _divide_up(tokens, PHASE_1_FWD_TILE["BLOCK_ROWS"]),
-            _divide_up(hidden_size, PHASE_1_FWD_TILE["BLOCK_D"]),
+            divide_up(tokens, PHASE_1_FWD_TILE["BLOCK_ROWS"]),
+            divide_up(hidden_size, PHASE_1_FWD_TILE["BLOCK_D"]),
         )
         attn_res_phase_1_fwd_kernel[grid](
             tuple(map(_argument, sources)),
@@ -955,16 +955,16 @@ def attn_res_phase_1_backward(
     source_grads = [_new_like(source) for source in sources]
     coefficients = source.new_empty((len(sources), tokens, sites), dtype=torch.float32)
     # few enough programs that their sums are small beside the sources, enough to fill the device
-    columns = _divide_up(hidden_size, QUERY_GRAD_TILE["BLOCK_D"])
-    splits = max(1, min(_divide_up(tokens, 128), _divide_up(4 * multiprocessors(source.device), columns)))
+    columns = divide_up(hidden_size, QUERY_GRAD_TILE["BLOCK_D"])
+    splits = max(1, min(divide_up(tokens, 128), divide_up(4 * multiprocessors(source.device), columns)))
     partial_sums = _new_sums(splits if tokens else 0, sites, source)
     if tokens:
         sources, output_grads, added_grads = map(_of_equal_strides, (sources, output_grads, added_grads))
         arguments = tuple(map(_argument, sources))
-        block_sources = max(4, _power_of_2_from(len(sources)))
+        block_sources = max(4, power_of_2_from(len(sources)))
         block_tokens = max(1, PHASE_1_BWD_ROWS // block_sources)
         with device_of(source):
-            attn_res_phase_1_bwd_kernel[(_divide_up(tokens, block_tokens),)](
+            attn_res_phase_1_bwd_kernel[(divide_up(tokens, block_tokens),)](
                 tuple(map(_argument, output_grads)),
                 tuple((grad.reshape(-1).contiguous(), 1) for grad in log_sum_exp_grads),
                 tuple(map(_argument, added_grads)),
@@ -977,7 +977,7 @@ def attn_res_phase_1_backward(
                 ALIGNMENT=min(_alignment(x) for x in (sources, output_grads, added_grads or sources)),
                 D=hidden_size,
                 BLOCK_T=block_tokens,
-                BLOCK_S=max(16, _power_of_2_from(sites)),
+                BLOCK_S=max(16, power_of_2_from(sites)),
                 BLOCK_N=block_sources,
                 PRECISION=_precision(),
                 **PHASE_1_BWD_TILE,
@@ -987,10 +987,10 @@ def attn_res_phase_1_backward(
                 coefficients,
                 partial_sums,
                 tokens,
-                _divide_up(tokens, splits),
+                divide_up(tokens, splits),
                 SITES=sites,
                 D=hidden_size,
-                BLOCK_S=max(16, _power_of_2_from(sites)),
+                BLOCK_S=max(16, power_of_2_from(sites)),
                 PRECISION=_precision(),
                 **QUERY_GRAD_TILE,
             )
@@ -1096,7 +1096,7 @@ def _parameter_grads(
     grads = [None if tensor is None else new(tensor) for tensor in (queries, gains, output_norm_weight)]
     if programs:
         with device_of(partial_sums):
-            attn_res_parameter_grad_kernel[(_divide_up(hidden_size, 32), rows)](
+            attn_res_parameter_grad_kernel[(divide_up(hidden_size, 32), rows)](
                 partial_sums,
                 queries.contiguous(),
                 _vector(gains),
@@ -1200,18 +1200,10 @@ def _tokens(tensor: Tensor) -> int:
     return tensor.numel() // tensor.shape[-1]
 
 
-def _divide_up(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def _power_of_2_from(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()
-
-
 @lru_cache(maxsize=1024)
 def _constants(tile: Tile, tokens: int, hidden_size: int, device: torch.device) -> tuple[dict[str, int], int]:
-    block_d = _power_of_2_from(hidden_size)
-    block_rows = min(max(tile.rows, 1024 // block_d), _power_of_2_from(tokens))
+    block_d = power_of_2_from(hidden_size)
+    block_rows = min(max(tile.rows, 1024 // block_d), power_of_2_from(tokens))
     constants = {
         "D": hidden_size,
         "BLOCK_ROWS": block_rows,
@@ -1220,7 +1212,7 @@ def _constants(tile: Tile, tokens: int, hidden_size: int, device: torch.device) 
     }
     if tile.stages:
         constants["STAGES"] = tile.stages
-    programs = _divide_up(tokens, block_rows)
+    programs = divide_up(tokens, block_rows)
     if tile.programs_per_multiprocessor:
         programs = min(programs, tile.programs_per_multiprocessor * multiprocessors(device))
     return constants, programs

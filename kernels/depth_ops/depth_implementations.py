@@ -17,6 +17,7 @@ except ImportError:
     triton = None
 
 IMPLEMENTATIONS = ("auto", "triton", "reference")
+PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Triton's interpreter runs kernels anywhere; it must be chosen before they are defined
 INTERPRETED = triton is not None and triton.knobs.runtime.interpret
@@ -73,10 +74,11 @@ def triton_obstacle(tensors: Iterable[Tensor]) -> str | None:
         return "needs the package triton, which is not installed"
     if (obstacle := plain_tensor_obstacle(tensors)) is not None:
         return obstacle
-    devices, dtypes = {tensor.device for tensor in tensors}, {tensor.dtype for tensor in tensors}
-    if unsupported := [dtype for dtype in dtypes if dtype not in KERNEL_DTYPES]:
-        return f"supports {', '.join(map(str, KERNEL_DTYPES))}, not {unsupported[0]}"
-    (device,) = devices
+    for tensor in tensors:
+        if tensor.dtype not in KERNEL_DTYPES:
+            return f"supports {', '.join(map(str, KERNEL_DTYPES))}, not {tensor.dtype}"
+    # of all tensors, as has been seen
+    device = tensor.device
     if device.type != "cuda" and not INTERPRETED:
         return f"needs a GPU, and the tensors are on {device}"
     return None
@@ -87,8 +89,9 @@ def plain_tensor_obstacle(tensors: Iterable[Tensor]) -> str | None:
     if not torch.compiler.is_compiling():
         if is_transformed():
             return "does not work under transforms of torch.func or forward-mode differentiation"
-        if wrappers := [tensor for tensor in tensors if is_traceable_wrapper_subclass(tensor)]:
-            return f"works on plain tensors, not on {type(wrappers[0]).__name__}"
+        for tensor in tensors:
+            if type(tensor) not in PLAIN_TENSORS and is_traceable_wrapper_subclass(tensor):
+                return f"works on plain tensors, not on {type(tensor).__name__}"
     if len(devices := {tensor.device for tensor in tensors}) > 1:
         return f"needs all tensors on one device, not on {', '.join(sorted(map(str, devices)))}"
     return None
@@ -118,6 +121,16 @@ def device_of(tensor: Tensor) -> contextlib.AbstractContextManager:
     if index < 0 or index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(index)
+
+
+def divide_up(dividend: int, divisor: int) -> int:
+    """As Triton's `cdiv`, whose call from the host costs a microsecond."""
+    return -(-dividend // divisor)
+
+
+def power_of_2_from(size: int) -> int:
+    """The least power of two that is not less than this, as Triton's `next_power_of_2`."""
+    return 1 << max(size - 1, 0).bit_length()
 
 
 @lru_cache

@@ -112,11 +112,11 @@ class DepthStream:
             elif has_kernels and not is_recorded():
                 self._slots = [x.new_empty((self.capacity, *x.shape)) for x in (key, value)]
         if buffers := handle if self._has_buffers else self._slots:
-            first = buffers[0][0]
-            if key.shape != first.shape or key.dtype is not first.dtype or value.dtype is not first.dtype:
+            shape, dtype = buffers[0].shape[1:], buffers[0].dtype
+            if key.shape != shape or key.dtype is not dtype or value.dtype is not dtype:
                 raise ValueError(
                     f"key has shape {list(key.shape)} and dtype {key.dtype}, value {value.dtype}: must be those of "
-                    f"the slots before, {list(first.shape)} and {first.dtype}."
+                    f"the slots before, {list(shape)} and {dtype}."
                 )
         self.written += 1
         if self._has_buffers:

@@ -25,7 +25,7 @@ Legend: S streams, T tokens, D hidden size, M = S * (S + 2) entries of the maps,
 import torch
 from torch import Tensor
 
-from .depth_implementations import INTERPRETED, device_of, multiprocessors, triton_obstacle
+from .depth_implementations import INTERPRETED, device_of, divide_up, multiprocessors, power_of_2_from, triton_obstacle
 from .typed_operations import DifferentiableOperation, Operation
 
 
@@ -651,21 +651,21 @@ def hyper_connection_read_forward(
         argument = _streams(streams)
         tile = SCORE_TILE if streams.dtype is torch.bfloat16 else WIDE_SCORE_TILE
         with device_of(streams):
-            hyper_connection_score_kernel[(triton.cdiv(tokens, tile["BLOCK_T"]), sizes["S"])](
+            hyper_connection_score_kernel[(divide_up(tokens, tile["BLOCK_T"]), sizes["S"])](
                 *(argument, norm_weight.contiguous(), projection.contiguous(), scores, tokens),
                 BLOCK_M=_block_of(entries),
                 PRECISION=_precision(),
                 **sizes,
                 **tile,
             )
-            hyper_connection_maps_fwd_kernel[(triton.cdiv(tokens, MAPS_TILE["BLOCK_T"]),)](
+            hyper_connection_maps_fwd_kernel[(divide_up(tokens, MAPS_TILE["BLOCK_T"]),)](
                 *(scores, _contiguous(alphas), _contiguous(logits), scalars, residual, post),
                 *(tokens, iterations, eps),
                 COLUMNS_FIRST=columns_first,
                 **sizes,
                 **MAPS_TILE,
             )
-            grid = (triton.cdiv(tokens, MIX_TILE["BLOCK_T"]), triton.cdiv(sizes["D"], MIX_TILE["BLOCK_D"]))
+            grid = (divide_up(tokens, MIX_TILE["BLOCK_T"]), divide_up(sizes["D"], MIX_TILE["BLOCK_D"]))
             hyper_connection_mix_kernel[grid](argument, scalars, mixed, tokens, **sizes, **MIX_TILE)
     return outputs if training else outputs[:-1]
 
@@ -694,10 +694,10 @@ def hyper_connection_read_backward(
     grads = [_new_like(x) for x in (streams, *parameters)]
     num_streams, size = sizes.values()
     entries = num_streams * (num_streams + 2)
-    programs = triton.cdiv(tokens, MAPS_TILE["BLOCK_T"])
-    columns = num_streams * triton.cdiv(size, READ_BWD_TILE["BLOCK_D"])
+    programs = divide_up(tokens, MAPS_TILE["BLOCK_T"])
+    columns = num_streams * divide_up(size, READ_BWD_TILE["BLOCK_D"])
     # few enough splits that their sums are small beside the streams, enough to fill the device
-    splits = max(1, min(triton.cdiv(tokens, 128), 4 * multiprocessors(streams.device) // columns))
+    splits = max(1, min(divide_up(tokens, 128), 4 * multiprocessors(streams.device) // columns))
     pre_grad = scalars.new_empty((num_streams, tokens))
     line_sums = scalars.new_empty((iterations, 2, num_streams, tokens))
     coefficients = scalars.new_empty((entries + 1, tokens))
@@ -709,7 +709,7 @@ def hyper_connection_read_backward(
         *_contiguous([norm_weight, projection]),
     )
     with device_of(streams):
-        hyper_connection_pre_grad_kernel[(triton.cdiv(tokens, SUMS_TILE["BLOCK_T"]),)](
+        hyper_connection_pre_grad_kernel[(divide_up(tokens, SUMS_TILE["BLOCK_T"]),)](
             *(argument, mixed_grad, pre_grad, tokens), **sizes, **SUMS_TILE
         )
         hyper_connection_maps_bwd_kernel[(programs,)](
@@ -721,13 +721,13 @@ def hyper_connection_read_backward(
         )
         hyper_connection_read_bwd_kernel[(columns, splits)](
             *(mixed_grad, None if added_grad is None else _streams(added_grad), argument, norm_weight, projection),
-            *(scalars, coefficients, grads[0], partial_sums, tokens, triton.cdiv(tokens, splits)),
+            *(scalars, coefficients, grads[0], partial_sums, tokens, divide_up(tokens, splits)),
             BLOCK_M=_block_of(entries),
             PRECISION=_precision(),
             **sizes,
             **READ_BWD_TILE,
         )
-        column_programs = triton.cdiv(num_streams * size, PARAMETER_TILE["BLOCK_D"])
+        column_programs = divide_up(num_streams * size, PARAMETER_TILE["BLOCK_D"])
         hyper_connection_parameter_grad_kernel[(column_programs + entries + 3,)](
             *(partial_sums, map_sums, norm_weight, projection, *grads[1:3], tuple(grads[3:6]), tuple(grads[6:])),
             *(splits, programs),
@@ -744,7 +744,7 @@ def hyper_connection_write_forward(
     outputs = [_new_like(streams)]
     tokens, sizes = _sizes(streams)
     if tokens:
-        grid = (triton.cdiv(tokens, MIX_TILE["BLOCK_T"]), triton.cdiv(sizes["D"], MIX_TILE["BLOCK_D"]))
+        grid = (divide_up(tokens, MIX_TILE["BLOCK_T"]), divide_up(sizes["D"], MIX_TILE["BLOCK_D"]))
         with device_of(streams):
             hyper_connection_write_fwd_kernel[grid](
                 *(_streams(streams), _rows(update), residual.contiguous(), post.contiguous(), outputs[0], tokens),
@@ -762,7 +762,7 @@ def hyper_connection_write_backward(
     tokens, sizes = _sizes(streams)
     if tokens:
         with device_of(streams):
-            hyper_connection_write_bwd_kernel[(triton.cdiv(tokens, SUMS_TILE["BLOCK_T"]),)](
+            hyper_connection_write_bwd_kernel[(divide_up(tokens, SUMS_TILE["BLOCK_T"]),)](
                 *(_streams(new_streams_grad), _streams(streams), _rows(update)),
                 *(residual.contiguous(), post.contiguous(), *grads, tokens),
                 **sizes,
@@ -778,7 +778,7 @@ def _sizes(streams: Tensor) -> tuple[int, dict[str, int]]:
 
 
 def _block_of(entries: int) -> int:
-    return max(16, triton.next_power_of_2(entries))
+    return max(16, power_of_2_from(entries))
 
 
 def _precision() -> str:

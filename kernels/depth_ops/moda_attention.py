@@ -231,12 +231,13 @@ def check_attention(
     tensors += [] if depth_query is None else [depth_query]
     if (dtype := autocast_dtype(query)) is not None:
         tensors = [tensor.to(dtype) for tensor in tensors]
-    if len({tensor.dtype for tensor in tensors}) > 1:
+    query, key, value = tensors[:3]
+    if any(tensor.dtype is not query.dtype for tensor in tensors):
         names = ", ".join(sorted({str(tensor.dtype) for tensor in tensors}))
         raise ValueError(f"query, key, value and slots have the dtypes {names}: must be of one.")
-    query, key, value = tensors[:3]
     depth_query = None if depth_query is None else tensors[-1]
-    keys, values = (tensors[3 + i * len(depth_keys) :][: len(depth_keys)] for i in range(2))
+    end = 3 + len(depth_keys)
+    keys, values = tensors[3:end], tensors[end : end + len(depth_values)]
     return query, key, value, *([x for x in group if x.shape[0]] for group in (keys, values)), depth_query
 
 

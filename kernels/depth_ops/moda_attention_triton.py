@@ -15,7 +15,7 @@ in the kernels R rows of a program, M rows of one key-value head in decoding, on
 import torch
 from torch import Tensor
 
-from .depth_implementations import INTERPRETED, device_of, multiprocessors, triton_obstacle
+from .depth_implementations import INTERPRETED, device_of, divide_up, multiprocessors, power_of_2_from, triton_obstacle
 
 
 try:
@@ -433,7 +433,7 @@ def decode_forward(
     wanted = max(1, 2 * multiprocessors(query.device) // max(1, batch * kv_heads))
     columns = max(1, length // (wanted * DECODE_COLUMNS)) * DECODE_COLUMNS
     # a program would begin the slots only after its part of the sequence
-    parts = max(1, triton.cdiv(length, columns) + triton.cdiv(slots * tokens, columns))
+    parts = max(1, divide_up(length, columns) + divide_up(slots * tokens, columns))
     output = _new_rows(query)
     log_sum_exp = query.new_empty((batch, heads, tokens), dtype=torch.float32)
     if parts == 1:
@@ -569,7 +569,7 @@ def _launch(direction: str, query: Tensor, keys: Tensor) -> tuple[int, dict[str,
         "STAGES": stages,
         "num_warps": warps,
     }
-    return batch * triton.cdiv(tokens * kv_heads, rows), constants
+    return batch * divide_up(tokens * kv_heads, rows), constants
 
 
 def tile(direction: str, block_group: int, block_dim: int, element_size: int) -> tuple[int, int, int, int]:
@@ -586,4 +586,4 @@ def tile(direction: str, block_group: int, block_dim: int, element_size: int) ->
 
 def _block(size: int) -> int:
     """The least power of two for this size that a matrix product takes."""
-    return max(16, triton.next_power_of_2(size))
+    return max(16, power_of_2_from(size))

@@ -16,7 +16,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .depth_implementations import device_of, is_recorded, operation_namespace, triton_obstacle
+from .depth_implementations import (
+    device_of,
+    divide_up,
+    is_recorded,
+    operation_namespace,
+    power_of_2_from,
+    triton_obstacle,
+)
 
 
 try:
@@ -580,7 +587,7 @@ def _launch(query: Tensor, key: Tensor, elements: int) -> tuple[int, dict[str, i
     """
     batch, heads, tokens, head_dim = query.shape
     kv_heads = key.shape[1]
-    block_half = triton.next_power_of_2((head_dim + 1) // 2)
+    block_half = power_of_2_from((head_dim + 1) // 2)
     block_rows = elements // block_half
     constants = {
         "GROUP": heads // kv_heads,
@@ -590,7 +597,7 @@ def _launch(query: Tensor, key: Tensor, elements: int) -> tuple[int, dict[str, i
         "BLOCK_HALF": block_half,
         "num_warps": 128 // WARP_SIZE,
     }
-    return batch * triton.cdiv(tokens * kv_heads, block_rows), constants
+    return batch * divide_up(tokens * kv_heads, block_rows), constants
 
 
 _NAMESPACE = operation_namespace(__name__)

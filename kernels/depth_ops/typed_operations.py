@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .depth_implementations import is_recorded, operation_namespace
+from .depth_implementations import PLAIN_TENSORS, is_recorded, operation_namespace
 
 
 def _is_plain(tensors: Sequence[Tensor]) -> bool:
     """Whether nothing watches or replaces these tensors, so that the dispatcher, which takes time, may be left out."""
-    return not is_recorded() and all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
+    return not is_recorded() and all(type(x) in PLAIN_TENSORS for x in tensors)
 
 
 def _tensors(inputs: Sequence) -> list[Tensor]:
