@@ -168,7 +168,7 @@ def apply_mlp(
     """The gated network's output `[B, T, hidden]`, and linear maps of its input, which are computed beside its own."""
     if in_compiled_decoding(hidden_states) and calls_its_forward(mlp, LlamaMLP, Qwen3MLP, Olmo2MLP):
         gate, up, *others = apply_linears((mlp.gate_proj, mlp.up_proj, *beside), hidden_states, impl)
-        return mlp.down_proj(mlp.act_fn(gate) * up), *others
+        return *apply_linears((mlp.down_proj,), mlp.act_fn(gate) * up, impl), *others
     return mlp(hidden_states), *apply_linears(beside, hidden_states, impl)
 
 

@@ -130,19 +130,28 @@ class AttnResMixer(nn.Module):
         return partial, mixed, weights
 
 
-def is_bare(module: nn.Module, module_class: type[nn.Module]) -> bool:
+def is_bare(module: nn.Module, module_class: type[nn.Module], *parameters: str) -> bool:
     """
-    Whether reading a module's parameters is as good as calling it. It is not where something has wrapped it (adapters,
-    checkpointing), changed its class (FSDP2) or its forward (offloading), or partitioned its parameters, or where a
-    hook sets them first (pruning) or changes what the module gets.
+    Whether reading these parameters of a module, all it has, is as good as calling it. It is not where something has
+    wrapped it (adapters, checkpointing), changed its class (FSDP2) or its forward (offloading), or partitioned its
+    parameters, or where a hook sets them first (pruning) or changes what the module gets.
     """
     return (
         is_exactly(module, module_class)
         and "forward" not in module.__dict__
         and not module._forward_pre_hooks
         and all(
-            p is None or (type(p) in (nn.Parameter, torch.Tensor) and p.numel()) for p in module._parameters.values()
+            p is None or (type(p) in (nn.Parameter, torch.Tensor) and p.numel())
+            for p in (getattr(module, name) for name in parameters)
         )
+    )
+
+
+def is_bare_mixer(mixer: nn.Module) -> bool:
+    return (
+        is_bare(mixer, AttnResMixer, "pseudo_query", "recency_bias")
+        and is_bare(mixer.norm, AttnResKeyNorm, "weight")
+        and not (has_hooks(mixer) or has_hooks(mixer.norm))
     )
 
 
@@ -153,9 +162,7 @@ def mix_for_all(
     Phase 1 for several mixers in one read of the sources, nothing if one of the mixers has to be called for it; and
     the sources, from where later readers shall have them.
     """
-    if not all(is_bare(mixer, AttnResMixer) and is_bare(mixer.norm, AttnResKeyNorm) for mixer in mixers):
-        return (), sources
-    if any(has_hooks(mixer) or has_hooks(mixer.norm) for mixer in mixers):
+    if not all(map(is_bare_mixer, mixers)):
         return (), sources
     outputs, log_sum_exps, sources = attn_res_phase_1(
         sources,

@@ -27,6 +27,7 @@ from .depth_modeling_common import (
     DepthCausalLM,
     DepthSequenceClassification,
     accepts_both_cache_names,
+    apply_linears,
     apply_mlp,
     apply_norm,
     cache_update_keywords,
@@ -86,7 +87,9 @@ class DenseDecoderAttention(AttentionProjections, nn.Module):
             sliding_window=self.sliding_window,
             **kwargs,
         )
-        return self.o_proj(attn_output.reshape(*hidden_states.shape[:-1], -1).contiguous()), attn_weights
+        attn_output = attn_output.reshape(*hidden_states.shape[:-1], -1).contiguous()
+        (attn_output,) = apply_linears((self.o_proj,), attn_output, self.depth_impl)
+        return attn_output, attn_weights
 
 
 class DenseDecoderLayer(GradientCheckpointingLayer):

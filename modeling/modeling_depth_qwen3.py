@@ -43,6 +43,7 @@ from .depth_modeling_common import (
     DepthModelOutputWithPast,
     DepthSequenceClassification,
     accepts_both_cache_names,
+    apply_linears,
     apply_mlp,
     apply_norm,
     cache_update_keywords,
@@ -112,7 +113,8 @@ class DepthQwen3Attention(AttentionProjections, Qwen3Attention):
             sliding_window=self.sliding_window,
             **kwargs,
         )
-        attn_output = self.o_proj(attn_output.reshape(*hidden_states.shape[:-1], -1).contiguous())
+        attn_output = attn_output.reshape(*hidden_states.shape[:-1], -1).contiguous()
+        (attn_output,) = apply_linears((self.o_proj,), attn_output, self.depth_impl)
         if not self.is_depth_source:
             return attn_output, attn_weights, depth_weights
         if keys is not key and keys.shape == key.shape and keys.dtype == key.dtype and not torch.is_grad_enabled():

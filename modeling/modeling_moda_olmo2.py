@@ -199,7 +199,8 @@ class MoDAOlmo2Attention(Olmo2Attention):
             )
             attn_output = attn_output.transpose(1, 2)
 
-        attn_output = self.o_proj(attn_output.reshape(*hidden_states.shape[:-1], -1).contiguous())
+        attn_output = attn_output.reshape(*hidden_states.shape[:-1], -1).contiguous()
+        (attn_output,) = apply_linears((self.o_proj,), attn_output, self.depth_impl)
         if not self.makes_slot:
             return attn_output, attn_weights
         return attn_output, attn_weights, self.depth_key(projected_key) if self.reader_norm else flat_key, flat_value

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .depth_implementations import device_of, triton_obstacle
+from .depth_implementations import device_of, divide_up, triton_obstacle
 from .typed_operations import Operation
 
 
@@ -23,7 +23,10 @@ try:
 except ImportError:
     triton = None
 
-TILE = {"BLOCK_E": 4, "BLOCK_B": 512, "num_warps": 4}
+# for rows up to so long, and for longer ones
+NARROW = 1024
+NARROW_TILE = {"BLOCK_E": 4, "BLOCK_B": 512, "num_warps": 4}
+TILE = {"BLOCK_E": 2, "BLOCK_B": 512, "num_warps": 2}
 
 if triton is not None:
 
@@ -68,14 +71,15 @@ def shared_input_linear_obstacle(hidden_states: Tensor, weights: Sequence[Tensor
 def shared_input_linear_forward(hidden_states: Tensor, weights: list[Tensor]) -> list[Tensor]:
     outputs = _new_outputs(hidden_states, weights)
     weights = [weight if weight.stride(1) == 1 else weight.contiguous() for weight in weights]
-    sizes = tuple(weight.shape[0] for weight in weights)
+    sizes, hidden_size = tuple(weight.shape[0] for weight in weights), hidden_states.shape[-1]
+    tile = NARROW_TILE if hidden_size <= NARROW else TILE
     with device_of(hidden_states):
-        shared_input_linear_kernel[(sum(triton.cdiv(size, TILE["BLOCK_E"]) for size in sizes),)](
+        shared_input_linear_kernel[(sum(divide_up(size, tile["BLOCK_E"]) for size in sizes),)](
             *(hidden_states.contiguous(), tuple(weights), tuple(outputs)),
             tuple(weight.stride(0) for weight in weights),
             SIZES=sizes,
-            D=hidden_states.shape[-1],
-            **TILE,
+            D=hidden_size,
+            **tile,
         )
     return outputs
 
