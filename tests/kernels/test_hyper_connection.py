@@ -289,7 +289,7 @@ def test_kernels_compile_ahead_of_time():
     run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     compiled = json.loads(run.stdout)
-    names = {f"hyper_connection_{name}_kernel" for name in ("score", "mix", "pre_grad", "parameter_grad")} | {
+    names = {f"hyper_connection_{name}_kernel" for name in ("score", "mix", "pre_grad", "fold", "streams_grad", "projection_grad", "parameter_grad")} | {
         f"hyper_connection_{name}_{direction}_kernel"
         for name in ("maps", "read", "write")
         for direction in ("fwd", "bwd")
