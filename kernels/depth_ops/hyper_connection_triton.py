@@ -12,17 +12,17 @@ Bytes, in units of one hidden state (tokens x hidden size), with S streams:
 
 The read goes over the streams once for the projection, a matrix product whose rows are the maps, and once for the mix.
 Its backward goes over them once for the gradients of the weights of the mix, once for the gradient of the streams, to
-which it adds that of those it has handed on, and once for the gradient of the projection: with the coefficients of each
-token, which come from the maps, these two are matrix products in which the maps are the inner and the outer dimension.
-Nothing is carried on from one tile of the first to another, and the second is pipelined along the tokens. The maps themselves are a few dozen numbers for each token, and a
-thread has all those of one token. The backward of the Sinkhorn iterations has only the product of gradient and matrix
-and the sums that the matrix was divided by; it runs through the matrices again from the last to the first.
+which it adds that of those it has handed on, and once for the gradient of the projection. These two are products with
+the same coefficients of each token, over the maps and over the tokens; apart, neither waits for the other, and each
+has a tile of its own. The maps themselves are a few dozen numbers for each token, and a thread has all those of one token.
+The backward of the Sinkhorn iterations has only the product of gradient and matrix and the sums that the matrix was
+divided by; it runs through the matrices again from the last to the first.
 
 Norm weight and projection are multiplied in fp32. In products with bf16 streams a matrix of fp32 is the sum of two of
-bf16, its halves, the rounded one and the rest, which leaves a relative error of 2^-17; other products are those of fp32.
+bf16, its halves: the rounded one and the rest, which leaves a relative error of 2^-17. Others are products of fp32.
 
 Legend: S streams, T tokens, D hidden size, M = S * (S + 2) entries of the maps, P programs, K splits of the tokens,
-H halves of a matrix: two for bf16 streams, and one of fp32 for others.
+H halves of a matrix: two with bf16 streams, else one, of fp32.
 """
 
 import torch
@@ -49,11 +49,11 @@ MAPS_TILE = {"BLOCK_T": 32, "num_warps": 1}
 MIX_TILE = {"BLOCK_T": 4, "BLOCK_D": 256, "num_warps": 4}
 SUMS_TILE = {"BLOCK_T": 4, "BLOCK_D": 256, "num_warps": 4}
 FOLD_TILE = {"BLOCK_D": 1024, "num_warps": 4}
-STREAMS_GRAD_TILE = {"BLOCK_T": 64, "BLOCK_D": 128, "num_warps": 8, "STAGES": 1}
-WIDE_STREAMS_GRAD_TILE = STREAMS_GRAD_TILE | {"BLOCK_D": 64}
-PROJECTION_GRAD_TILE = {"BLOCK_T": 64, "BLOCK_D": 128, "num_warps": 4, "num_stages": 4}
-WIDE_PROJECTION_GRAD_TILE = {"BLOCK_T": 32, "BLOCK_D": 64, "num_warps": 4, "num_stages": 3}
-# of the last, so many that all run at once
+STREAMS_GRAD_TILE = {"BLOCK_T": 128, "BLOCK_D": 128, "IN_TURN": False, "num_warps": 8, "STAGES": 1}
+WIDE_STREAMS_GRAD_TILE = {"BLOCK_T": 64, "BLOCK_D": 64, "IN_TURN": False, "num_warps": 4, "STAGES": 1}
+PROJECTION_GRAD_TILE = {"BLOCK_T": 64, "BLOCK_D": 128, "num_warps": 4, "num_stages": 3}
+WIDE_PROJECTION_GRAD_TILE = PROJECTION_GRAD_TILE | {"BLOCK_D": 64}
+# so many of the last that all run at once
 PROJECTION_GRAD_PROGRAMS_PER_MULTIPROCESSOR = 2
 PARAMETER_TILE = {"BLOCK_M": 8, "BLOCK_K": 16, "BLOCK_D": 32, "BLOCK_P": 1024, "num_warps": 4}
 
@@ -326,7 +326,7 @@ if triton is not None:
 
     @triton.jit
     def _joined(columns, BLOCK_T: tl.constexpr):
-        """Columns, a power of two of them, as a matrix of which a thread keeps its row: as words they are far apart."""
+        """Columns, a power of two of them, as a matrix, to be stored by rows. A thread keeps its own."""
         COLUMNS: tl.constexpr = len(columns)
         # each step gives the highest bit left of a column's number a dimension of its own
         for _ in tl.static_range(COLUMNS.bit_length() - 1):
@@ -354,12 +354,13 @@ if triton is not None:
         S: tl.constexpr,
         D: tl.constexpr,
         COLUMNS_FIRST: tl.constexpr,
+        HALVES: tl.constexpr,
         BLOCK_M: tl.constexpr,
         BLOCK_T: tl.constexpr,
     ):
         """
         From the gradients of the maps what the folded projection's rows and the streams themselves are multiplied by
-        in the gradient of the streams: the `coefficients`, `[H, T, BLOCK_M]`, and `shrink`, `[T]`; and `map_sums`,
+        in the gradient of the streams: the `coefficients`, `[T, H, BLOCK_M]`, and `shrink`, `[T]`; and `map_sums`,
         `[2, M, P]`, which make the gradients of logits and alphas. `line_sums` is a place for the sums of the Sinkhorn
         iterations, `[iterations, 2, S, T]`.
         """
@@ -426,14 +427,14 @@ if triton is not None:
         tl.store(shrink + token_T, inverse_T * inverse_T * moment_T / (S * D), mask=valid_T)
         for _ in tl.static_range(M, BLOCK_M):
             row += (tl.zeros([BLOCK_T], tl.float32),)
-        address_TM = coefficients + token_T[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-        _store_halves(address_TM, tokens * BLOCK_M, _joined(row, BLOCK_T), valid_T[:, None])
+        address_T1 = coefficients + (token_T * (HALVES * BLOCK_M))[:, None]
+        _store_halves(address_T1 + tl.arange(0, BLOCK_M)[None, :], BLOCK_M, _joined(row, BLOCK_T), valid_T[:, None])
 
     @triton.jit
     def hyper_connection_fold_kernel(
         norm_weight, projection, weights, S: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
     ):
-        """The folded projection, `[H, M, S, D]`, which a second kernel reads again and again."""
+        """The folded projection, `[H, M, S, D]`, once for all programs that need it."""
         M: tl.constexpr = S * (S + 2)
         column_D = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
         inside_D = column_D < S * D
@@ -455,28 +456,32 @@ if triton is not None:
         tokens,
         S: tl.constexpr,
         D: tl.constexpr,
+        HALVES: tl.constexpr,
         BLOCK_M: tl.constexpr,
         BLOCK_T: tl.constexpr,
         BLOCK_D: tl.constexpr,
+        IN_TURN: tl.constexpr,
         STAGES: tl.constexpr,
         PRECISION: tl.constexpr,
     ):
-        """The gradient of some columns of all streams, since all need the same gradient of the mix."""
+        """
+        The gradient of some columns of all streams, `IN_TURN`, or of one: neighbouring programs, too, find the
+        gradient of the mix, which all streams need, in a cache.
+        """
         M: tl.constexpr = S * (S + 2)
         COLUMNS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
-        token_T = (tl.program_id(0) // COLUMNS).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+        tile = tl.program_id(0) // (1 if IN_TURN else S)
+        first = 0 if IN_TURN else tl.program_id(0) % S
+        token_T = (tile // COLUMNS).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
         valid_T = token_T < tokens
-        column_1D = (tl.program_id(0) % COLUMNS) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+        column_1D = (tile % COLUMNS) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
         mask_TD = valid_T[:, None] & (column_1D < D)
         tokens = tokens.to(tl.int64)
-        mixed_grad_TD = tl.load(
-            mixed_grad[0] + (token_T * mixed_grad[1])[:, None] + column_1D, mask=mask_TD, other=0.0
-        )
         shrink_T = tl.load(shrink + token_T, mask=valid_T, other=0.0)
         map_M = tl.arange(0, BLOCK_M)
-        address_TM = coefficients + token_T[:, None] * BLOCK_M + map_M[None, :]
-        coefficient_halves = _load_halves(address_TM, tokens * BLOCK_M, valid_T[:, None])
-        for stream in tl.range(0, S, num_stages=STAGES):
+        address_T1 = coefficients + (token_T * (HALVES * BLOCK_M))[:, None]
+        coefficient_halves = _load_halves(address_T1 + map_M[None, :], BLOCK_M, valid_T[:, None])
+        for stream in tl.range(first, first + (S if IN_TURN else 1), num_stages=STAGES):
             value_TD = tl.load(_row(streams, token_T, stream) + column_1D, mask=mask_TD, other=0.0)
             if added_grad is not None:
                 added_TD = tl.load(_row(added_grad, token_T, stream) + column_1D, mask=mask_TD, other=0.0)
@@ -486,6 +491,8 @@ if triton is not None:
                 M * S * D,
                 (map_M < M)[:, None] & (column_1D < D),
             )
+            address_TD = mixed_grad[0] + (token_T * mixed_grad[1])[:, None] + column_1D
+            mixed_grad_TD = tl.load(address_TD, mask=mask_TD, other=0.0)
             grad_TD = pre_T[:, None] * mixed_grad_TD.to(tl.float32) - shrink_T[:, None] * value_TD.to(tl.float32)
             if added_grad is not None:
                 grad_TD += added_TD.to(tl.float32)
@@ -501,6 +508,7 @@ if triton is not None:
         tokens_of_program,
         S: tl.constexpr,
         D: tl.constexpr,
+        HALVES: tl.constexpr,
         BLOCK_M: tl.constexpr,
         BLOCK_T: tl.constexpr,
         BLOCK_D: tl.constexpr,
@@ -513,17 +521,19 @@ if triton is not None:
         column_D = (tl.program_id(0) % COLUMNS) * BLOCK_D + tl.arange(0, BLOCK_D)
         first = tl.program_id(1).to(tl.int64) * tokens_of_program
         end = tl.minimum(first + tokens_of_program, tokens)
-        map_1M = tl.arange(0, BLOCK_M)[None, :]
-        sums_DM = tl.zeros([BLOCK_D, BLOCK_M], tl.float32)
+        # of both halves of the coefficients at once, side by side
+        sums_DN = tl.zeros([BLOCK_D, HALVES * BLOCK_M], tl.float32)
         for start in range(first, end, BLOCK_T):
             token_T = start + tl.arange(0, BLOCK_T)
             valid_T1 = (token_T < end)[:, None]
             value_TD = tl.load(
                 _row(streams, token_T, stream) + column_D[None, :], mask=valid_T1 & (column_D < D)[None, :], other=0.0
             )
-            address_TM = coefficients + token_T[:, None] * BLOCK_M + map_1M
-            coefficient_halves = _load_halves(address_TM, tokens.to(tl.int64) * BLOCK_M, valid_T1)
-            sums_DM = _dot((tl.trans(value_TD),), coefficient_halves, sums_DM, PRECISION)
+            place_TN = (token_T * (HALVES * BLOCK_M))[:, None] + tl.arange(0, HALVES * BLOCK_M)[None, :]
+            coefficient_TN = tl.load(coefficients + place_TN, mask=valid_T1, other=0.0)
+            sums_DN = _dot((tl.trans(value_TD),), (coefficient_TN,), sums_DN, PRECISION)
+        sums_DM = tl.sum(tl.reshape(sums_DN, [BLOCK_D, HALVES, BLOCK_M]), 1)
+        map_1M = tl.arange(0, BLOCK_M)[None, :]
         place_DM = (stream * D + column_D)[:, None] + map_1M * (S * D)
         tl.store(
             partial_sums + tl.program_id(1).to(tl.int64) * (M * S * D) + place_DM,
@@ -785,12 +795,11 @@ def hyper_connection_read_backward(
     splits = triton.cdiv(steps, steps_of_program)
     pre_grad = scalars.new_empty((num_streams, tokens))
     line_sums = scalars.new_empty((iterations, 2, num_streams, tokens))
-    halves = {"size": 2, "dtype": torch.bfloat16} if narrow else {"size": 1, "dtype": torch.float32}
+    halves, dtype = (2, torch.bfloat16) if narrow else (1, torch.float32)
     block_m = _block_of(entries)
-    weights, coefficients = (
-        scalars.new_empty((halves["size"], *shape), dtype=halves["dtype"])
-        for shape in ((entries, num_streams, size), (tokens, block_m))
-    )
+    weights = scalars.new_empty((halves, entries, num_streams, size), dtype=dtype)
+    coefficients = scalars.new_empty((tokens, halves, block_m), dtype=dtype)
+    shared = sizes | {"HALVES": halves, "BLOCK_M": block_m}
     shrink = scalars.new_empty((tokens,))
     map_sums = scalars.new_empty((2, entries, programs))
     partial_sums = scalars.new_empty((splits, entries, num_streams, size))
@@ -807,24 +816,24 @@ def hyper_connection_read_backward(
             *(pre_grad, residual_grad.contiguous(), post_grad.contiguous(), alphas, logits, scalars, line_sums),
             *(coefficients, shrink, map_sums, tokens, iterations, programs),
             COLUMNS_FIRST=columns_first,
-            BLOCK_M=block_m,
-            **sizes,
+            **shared,
             **MAPS_TILE,
         )
         hyper_connection_fold_kernel[(triton.cdiv(num_streams * size, FOLD_TILE["BLOCK_D"]), entries)](
             *(norm_weight, projection, weights), **sizes, **FOLD_TILE
         )
-        products = {"BLOCK_M": block_m, "PRECISION": _precision()} | sizes
         tiles = triton.cdiv(tokens, streams_tile["BLOCK_T"]) * triton.cdiv(size, streams_tile["BLOCK_D"])
-        hyper_connection_streams_grad_kernel[(tiles,)](
+        hyper_connection_streams_grad_kernel[(tiles * (1 if streams_tile["IN_TURN"] else num_streams),)](
             *(mixed_grad, None if added_grad is None else _streams(added_grad), argument, weights),
             *(scalars, coefficients, shrink, grads[0], tokens),
-            **products,
+            PRECISION=_precision(),
+            **shared,
             **streams_tile,
         )
         hyper_connection_projection_grad_kernel[(columns, splits)](
             *(argument, coefficients, partial_sums, tokens, steps_of_program * projection_tile["BLOCK_T"]),
-            **products,
+            PRECISION=_precision(),
+            **shared,
             **projection_tile,
         )
         column_programs = triton.cdiv(num_streams * size, PARAMETER_TILE["BLOCK_D"])
