@@ -14,9 +14,9 @@ The read goes over the streams once for the projection, a matrix product whose r
 Its backward goes over them once for the gradients of the weights of the mix, once for the gradient of the streams, to
 which it adds that of those it has handed on, and once for the gradient of the projection. These two are products with
 the same coefficients of each token, over the maps and over the tokens; apart, neither waits for the other, and each
-has a tile of its own. The maps themselves are a few dozen numbers for each token, and a thread has all those of one token.
-The backward of the Sinkhorn iterations has only the product of gradient and matrix and the sums that the matrix was
-divided by; it runs through the matrices again from the last to the first.
+has a tile of its own. The maps themselves are a few dozen numbers for each token, and a thread has all those of one
+token. The backward of the Sinkhorn iterations has only the product of gradient and matrix and the sums that the matrix
+was divided by; it runs through the matrices again from the last to the first.
 
 Norm weight and projection are multiplied in fp32. In products with bf16 streams a matrix of fp32 is the sum of two of
 bf16, its halves: the rounded one and the rest, which leaves a relative error of 2^-17. Others are products of fp32.
