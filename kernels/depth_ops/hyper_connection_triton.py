@@ -8,18 +8,21 @@ Bytes, in units of one hidden state (tokens x hidden size), with S streams:
     read                 2 S                1
     write                S + 1              S
     write, bwd           2 S + 1            S + 1
-    read, bwd            3 S + 2            S
+    read, bwd            4 S + 2            S
 
 The read goes over the streams once for the projection, a matrix product whose rows are the maps, and once for the mix.
-Its backward goes over them once for the gradients of the weights of the mix, and once for all else, to which it adds
-the gradient of the streams that it has handed on. The maps themselves are a few dozen numbers for each token, and a
-thread has all those of one token. The backward of the Sinkhorn iterations has only the product of gradient and matrix
-and the sums that the matrix was divided by; it runs through the matrices again from the last to the first.
+Its backward goes over them once for the gradients of the weights of the mix, once for the gradient of the streams, to
+which it adds that of those it has handed on, and once for the gradient of the projection. These two are products with
+the same coefficients of each token, over the maps and over the tokens; apart, neither waits for the other, and each
+has a tile of its own. The maps themselves are a few dozen numbers for each token, and a thread has all those of one
+token. The backward of the Sinkhorn iterations has only the product of gradient and matrix and the sums that the matrix
+was divided by; it runs through the matrices again from the last to the first.
 
 Norm weight and projection are multiplied in fp32. In products with bf16 streams a matrix of fp32 is the sum of two of
-bf16, the rounded one and the rest, which leaves a relative error of 2^-17; other products are those of fp32.
+bf16, its halves: the rounded one and the rest, which leaves a relative error of 2^-17. Others are products of fp32.
 
-Legend: S streams, T tokens, D hidden size, M = S * (S + 2) entries of the maps, P programs, K splits of the tokens.
+Legend: S streams, T tokens, D hidden size, M = S * (S + 2) entries of the maps, P programs, K splits of the tokens,
+H halves of a matrix: two with bf16 streams, else one, of fp32.
 """
 
 import torch
@@ -45,7 +48,13 @@ MAPS_TILE = {"BLOCK_T": 32, "num_warps": 1}
 # one token of a warp
 MIX_TILE = {"BLOCK_T": 4, "BLOCK_D": 256, "num_warps": 4}
 SUMS_TILE = {"BLOCK_T": 4, "BLOCK_D": 256, "num_warps": 4}
-READ_BWD_TILE = {"BLOCK_T": 32, "BLOCK_D": 64, "num_warps": 4, "num_stages": 3}
+FOLD_TILE = {"BLOCK_D": 1024, "num_warps": 4}
+STREAMS_GRAD_TILE = {"BLOCK_T": 128, "BLOCK_D": 128, "IN_TURN": False, "num_warps": 8, "STAGES": 1}
+WIDE_STREAMS_GRAD_TILE = {"BLOCK_T": 64, "BLOCK_D": 64, "IN_TURN": False, "num_warps": 4, "STAGES": 1}
+PROJECTION_GRAD_TILE = {"BLOCK_T": 64, "BLOCK_D": 128, "num_warps": 4, "num_stages": 3}
+WIDE_PROJECTION_GRAD_TILE = PROJECTION_GRAD_TILE | {"BLOCK_D": 64}
+# so many of the last that all run at once
+PROJECTION_GRAD_PROGRAMS_PER_MULTIPROCESSOR = 2
 PARAMETER_TILE = {"BLOCK_M": 8, "BLOCK_K": 16, "BLOCK_D": 32, "BLOCK_P": 1024, "num_warps": 4}
 
 if triton is not None:
@@ -54,14 +63,41 @@ if triton is not None:
     SMALLEST_SUM = tl.constexpr(1e-12)
 
     @triton.jit
-    def _dot(rounded, exact, sums, PRECISION: tl.constexpr):
-        """Adds the product of a matrix of the streams' dtype, or one of fp32, and one of fp32 to `sums`."""
-        if rounded.dtype == tl.bfloat16 and not WIDENED:
-            high = exact.to(tl.bfloat16)
-            sums = tl.dot(rounded, (exact - high.to(tl.float32)).to(tl.bfloat16), sums)
-            return tl.dot(rounded, high, sums)
+    def _halves(x, dtype: tl.constexpr):
+        """What a matrix of fp32 is in products with one of this dtype."""
+        if dtype == tl.bfloat16 and not WIDENED:
+            high = x.to(tl.bfloat16)
+            return high, (x - high.to(tl.float32)).to(tl.bfloat16)
         else:
-            return tl.dot(rounded.to(tl.float32), exact, sums, input_precision=PRECISION)
+            return (x,)
+
+    @triton.jit
+    def _store_halves(address, distance, x, mask):
+        """fp32, as halves of the dtype of the place."""
+        high = x.to(address.dtype.element_ty)
+        tl.store(address, high, mask=mask)
+        if high.dtype == tl.bfloat16:
+            tl.store(address + distance, x - high.to(tl.float32), mask=mask)
+
+    @triton.jit
+    def _load_halves(address, distance, mask):
+        high = tl.load(address, mask=mask, other=0.0)
+        if high.dtype == tl.bfloat16:
+            return high, tl.load(address + distance, mask=mask, other=0.0)
+        else:
+            return (high,)
+
+    @triton.jit
+    def _dot(a, b, sums, PRECISION: tl.constexpr):
+        """Adds the product of two matrices, each given by its halves, to `sums`: the larger terms last."""
+        for i in tl.static_range(len(a) - 1, -1, -1):
+            for j in tl.static_range(len(b) - 1, -1, -1):
+                if i + j < 2:
+                    if a[i].dtype == tl.bfloat16 and b[j].dtype == tl.bfloat16 and not WIDENED:
+                        sums = tl.dot(a[i], b[j], sums)
+                    else:
+                        sums = tl.dot(a[i].to(tl.float32), b[j].to(tl.float32), sums, input_precision=PRECISION)
+        return sums
 
     @triton.jit
     def _folded(norm_weight, projection, map_M1, column_1D, stream, S: tl.constexpr, D: tl.constexpr):
@@ -171,7 +207,8 @@ if triton is not None:
             value_TD = tl.load(row_T1 + column_1D, mask=valid_T[:, None] & (column_1D < D), other=0.0)
             weight_MD = _folded(norm_weight, projection, map_M[:, None], column_1D, stream, S, D)
             squares_T += tl.sum(value_TD.to(tl.float32) * value_TD.to(tl.float32), 1)
-            scores_TM = _dot(value_TD, tl.trans(weight_MD), scores_TM, PRECISION)
+            halves = _halves(tl.trans(weight_MD), value_TD.dtype)
+            scores_TM = _dot((value_TD,), halves, scores_TM, PRECISION)
         first = stream.to(tl.int64) * (M + 1) * tokens
         tl.store(
             scores + first + token_T[:, None] + map_M[None, :] * tokens.to(tl.int64),
@@ -287,6 +324,18 @@ if triton is not None:
         for i in tl.static_range(S):
             tl.store(pre_grad + i * tokens.to(tl.int64) + token_T, tl.sum(sums[i], 1), mask=valid_T)
 
+    @triton.jit
+    def _joined(columns, BLOCK_T: tl.constexpr):
+        """Columns, a power of two of them, as a matrix, to be stored by rows. A thread keeps its own."""
+        COLUMNS: tl.constexpr = len(columns)
+        # each step gives the highest bit left of a column's number a dimension of its own
+        for _ in tl.static_range(COLUMNS.bit_length() - 1):
+            pairs = ()
+            for k in tl.static_range(len(columns) // 2):
+                pairs += (tl.join(columns[k], columns[k + len(columns) // 2]),)
+            columns = pairs
+        return tl.reshape(columns[0], [BLOCK_T, COLUMNS])
+
     @triton.jit(do_not_specialize=["tokens", "iterations", "programs"])
     def hyper_connection_maps_bwd_kernel(
         pre_grad,
@@ -297,6 +346,7 @@ if triton is not None:
         scalars,
         line_sums,
         coefficients,
+        shrink,
         map_sums,
         tokens,
         iterations,
@@ -304,12 +354,15 @@ if triton is not None:
         S: tl.constexpr,
         D: tl.constexpr,
         COLUMNS_FIRST: tl.constexpr,
+        HALVES: tl.constexpr,
+        BLOCK_M: tl.constexpr,
         BLOCK_T: tl.constexpr,
     ):
         """
-        From the gradients of the maps the `coefficients`, `[M + 1, T]`, of the folded projection's rows and of the
-        streams themselves in the gradient of the streams; and `map_sums`, `[2, M, P]`, which make the gradients of
-        logits and alphas. `line_sums` is a place for the sums of the Sinkhorn iterations, `[iterations, 2, S, T]`.
+        From the gradients of the maps what the folded projection's rows and the streams themselves are multiplied by
+        in the gradient of the streams: the `coefficients`, `[T, H, BLOCK_M]`, and `shrink`, `[T]`; and `map_sums`,
+        `[2, M, P]`, which make the gradients of logits and alphas. `line_sums` is a place for the sums of the Sinkhorn
+        iterations, `[iterations, 2, S, T]`.
         """
         M: tl.constexpr = S * (S + 2)
         token_T = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -350,6 +403,7 @@ if triton is not None:
 
         inverse_T = tl.load(scalars + M * tokens + token_T, mask=valid_T, other=0.0)
         moment_T = tl.zeros([BLOCK_T], tl.float32)
+        row = ()
         for m in tl.static_range(M):
             projected_T = tl.load(scalars + m * tokens + token_T, mask=valid_T, other=0.0)
             if m < S:
@@ -369,86 +423,122 @@ if triton is not None:
             alpha = tl.load(alphas[(m >= S) + (m >= 2 * S)]).to(tl.float32)
             projected_grad_T = alpha * logit_grad_T
             moment_T += projected_grad_T * projected_T
-            tl.store(coefficients + m * tokens + token_T, projected_grad_T * inverse_T, mask=valid_T)
-        shrink_T = inverse_T * inverse_T * moment_T / (S * D)
-        tl.store(coefficients + M * tokens + token_T, shrink_T, mask=valid_T)
+            row += (projected_grad_T * inverse_T,)
+        tl.store(shrink + token_T, inverse_T * inverse_T * moment_T / (S * D), mask=valid_T)
+        for _ in tl.static_range(M, BLOCK_M):
+            row += (tl.zeros([BLOCK_T], tl.float32),)
+        address_T1 = coefficients + (token_T * (HALVES * BLOCK_M))[:, None]
+        _store_halves(address_T1 + tl.arange(0, BLOCK_M)[None, :], BLOCK_M, _joined(row, BLOCK_T), valid_T[:, None])
 
-    @triton.jit(do_not_specialize=["tokens", "tokens_of_program"])
-    def hyper_connection_read_bwd_kernel(
+    @triton.jit
+    def hyper_connection_fold_kernel(
+        norm_weight, projection, weights, S: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
+    ):
+        """The folded projection, `[H, M, S, D]`, once for all programs that need it."""
+        M: tl.constexpr = S * (S + 2)
+        column_D = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+        inside_D = column_D < S * D
+        place_D = tl.program_id(1) * (S * D) + column_D
+        weight_D = tl.load(projection + place_D, mask=inside_D, other=0.0).to(tl.float32)
+        weight_D *= tl.load(norm_weight + column_D, mask=inside_D, other=0.0).to(tl.float32)
+        _store_halves(weights + place_D, M * S * D, weight_D, inside_D)
+
+    @triton.jit(do_not_specialize=["tokens"])
+    def hyper_connection_streams_grad_kernel(
         mixed_grad,
         added_grad,
         streams,
-        norm_weight,
-        projection,
+        weights,
         scalars,
         coefficients,
+        shrink,
         streams_grad,
+        tokens,
+        S: tl.constexpr,
+        D: tl.constexpr,
+        HALVES: tl.constexpr,
+        BLOCK_M: tl.constexpr,
+        BLOCK_T: tl.constexpr,
+        BLOCK_D: tl.constexpr,
+        IN_TURN: tl.constexpr,
+        STAGES: tl.constexpr,
+        PRECISION: tl.constexpr,
+    ):
+        """
+        The gradient of some columns of all streams, `IN_TURN`, or of one: neighbouring programs, too, find the
+        gradient of the mix, which all streams need, in a cache.
+        """
+        M: tl.constexpr = S * (S + 2)
+        COLUMNS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+        tile = tl.program_id(0) // (1 if IN_TURN else S)
+        first = 0 if IN_TURN else tl.program_id(0) % S
+        token_T = (tile // COLUMNS).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+        valid_T = token_T < tokens
+        column_1D = (tile % COLUMNS) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+        mask_TD = valid_T[:, None] & (column_1D < D)
+        tokens = tokens.to(tl.int64)
+        shrink_T = tl.load(shrink + token_T, mask=valid_T, other=0.0)
+        map_M = tl.arange(0, BLOCK_M)
+        address_T1 = coefficients + (token_T * (HALVES * BLOCK_M))[:, None]
+        coefficient_halves = _load_halves(address_T1 + map_M[None, :], BLOCK_M, valid_T[:, None])
+        for stream in tl.range(first, first + (S if IN_TURN else 1), num_stages=STAGES):
+            value_TD = tl.load(_row(streams, token_T, stream) + column_1D, mask=mask_TD, other=0.0)
+            if added_grad is not None:
+                added_TD = tl.load(_row(added_grad, token_T, stream) + column_1D, mask=mask_TD, other=0.0)
+            pre_T = tl.load(scalars + (M + 1 + stream) * tokens + token_T, mask=valid_T, other=0.0)
+            weight_halves = _load_halves(
+                weights + map_M[:, None] * (S * D) + stream * D + column_1D,
+                M * S * D,
+                (map_M < M)[:, None] & (column_1D < D),
+            )
+            address_TD = mixed_grad[0] + (token_T * mixed_grad[1])[:, None] + column_1D
+            mixed_grad_TD = tl.load(address_TD, mask=mask_TD, other=0.0)
+            grad_TD = pre_T[:, None] * mixed_grad_TD.to(tl.float32) - shrink_T[:, None] * value_TD.to(tl.float32)
+            if added_grad is not None:
+                grad_TD += added_TD.to(tl.float32)
+            grad_TD = _dot(coefficient_halves, weight_halves, grad_TD, PRECISION)
+            tl.store(streams_grad + (token_T * (S * D) + stream * D)[:, None] + column_1D, grad_TD, mask=mask_TD)
+
+    @triton.jit(do_not_specialize=["tokens", "tokens_of_program"])
+    def hyper_connection_projection_grad_kernel(
+        streams,
+        coefficients,
         partial_sums,
         tokens,
         tokens_of_program,
         S: tl.constexpr,
         D: tl.constexpr,
+        HALVES: tl.constexpr,
         BLOCK_M: tl.constexpr,
         BLOCK_T: tl.constexpr,
         BLOCK_D: tl.constexpr,
         PRECISION: tl.constexpr,
     ):
-        """
-        The gradient of some columns of one stream for some of the tokens, and what these add to the gradient of the
-        folded projection, `[K, M, S, D]`. The streams take turns, since all need the same gradient of the mix.
-        """
+        """What some of the tokens add to some columns of the gradient of the folded projection, `[K, M, S, D]`."""
         M: tl.constexpr = S * (S + 2)
-        stream = tl.program_id(0) % S
-        column_1D = (tl.program_id(0) // S) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-        inside_1D = column_1D < D
+        COLUMNS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+        stream = tl.program_id(0) // COLUMNS
+        column_D = (tl.program_id(0) % COLUMNS) * BLOCK_D + tl.arange(0, BLOCK_D)
         first = tl.program_id(1).to(tl.int64) * tokens_of_program
         end = tl.minimum(first + tokens_of_program, tokens)
-        tokens = tokens.to(tl.int64)
-        map_M1 = tl.arange(0, BLOCK_M)[:, None]
-        weight_MD = _folded(norm_weight, projection, map_M1, column_1D, stream, S, D)
-        sums_DM = tl.zeros([BLOCK_D, BLOCK_M], tl.float32)
+        # of both halves of the coefficients at once, side by side
+        sums_DN = tl.zeros([BLOCK_D, HALVES * BLOCK_M], tl.float32)
         for start in range(first, end, BLOCK_T):
             token_T = start + tl.arange(0, BLOCK_T)
-            valid_T = token_T < end
-            mask_TD = valid_T[:, None] & inside_1D
-            value_TD = tl.load(_row(streams, token_T, stream) + column_1D, mask=mask_TD, other=0.0)
-            mixed_grad_TD = tl.load(
-                mixed_grad[0] + (token_T * mixed_grad[1])[:, None] + column_1D, mask=mask_TD, other=0.0
+            valid_T1 = (token_T < end)[:, None]
+            value_TD = tl.load(
+                _row(streams, token_T, stream) + column_D[None, :], mask=valid_T1 & (column_D < D)[None, :], other=0.0
             )
-            coefficient_MT = tl.load(
-                coefficients + map_M1 * tokens + token_T[None, :],
-                mask=(map_M1 < M) & valid_T[None, :],
-                other=0.0,
-            )
-            shrink_T = tl.load(coefficients + M * tokens + token_T, mask=valid_T, other=0.0)
-            pre_T = tl.load(scalars + (M + 1 + stream) * tokens + token_T, mask=valid_T, other=0.0)
-            grad_TD = pre_T[:, None] * mixed_grad_TD.to(tl.float32) - shrink_T[:, None] * value_TD.to(tl.float32)
-            if added_grad is not None:
-                grad_TD += tl.load(
-                    _row(added_grad, token_T, stream) + column_1D,
-                    mask=mask_TD,
-                    other=0.0,
-                ).to(tl.float32)
-            # transposed, so that the weights stay in shared memory
-            product_DT = tl.zeros([BLOCK_D, BLOCK_T], tl.float32)
-            if value_TD.dtype == tl.bfloat16 and not WIDENED:
-                high_MD = weight_MD.to(tl.bfloat16)
-                rest_MD = (weight_MD - high_MD.to(tl.float32)).to(tl.bfloat16)
-                product_DT = tl.dot(tl.trans(rest_MD), coefficient_MT.to(tl.bfloat16), product_DT)
-                product_DT = _dot(tl.trans(high_MD), coefficient_MT, product_DT, PRECISION)
-            else:
-                product_DT = _dot(tl.trans(weight_MD), coefficient_MT, product_DT, PRECISION)
-            grad_TD += tl.trans(product_DT)
-            sums_DM = _dot(tl.trans(value_TD), tl.trans(coefficient_MT), sums_DM, PRECISION)
-            tl.store(
-                streams_grad + (token_T * (S * D) + stream * D)[:, None] + column_1D,
-                grad_TD,
-                mask=mask_TD,
-            )
+            place_TN = (token_T * (HALVES * BLOCK_M))[:, None] + tl.arange(0, HALVES * BLOCK_M)[None, :]
+            coefficient_TN = tl.load(coefficients + place_TN, mask=valid_T1, other=0.0)
+            sums_DN = _dot((tl.trans(value_TD),), (coefficient_TN,), sums_DN, PRECISION)
+        sums_DM = tl.sum(tl.reshape(sums_DN, [BLOCK_D, HALVES, BLOCK_M]), 1)
+        map_1M = tl.arange(0, BLOCK_M)[None, :]
+        place_DM = (stream * D + column_D)[:, None] + map_1M * (S * D)
         tl.store(
-            partial_sums + (tl.program_id(1).to(tl.int64) * M + map_M1) * (S * D) + stream * D + column_1D,
-            tl.trans(sums_DM),
-            mask=(map_M1 < M) & inside_1D,
+            partial_sums + tl.program_id(1).to(tl.int64) * (M * S * D) + place_DM,
+            sums_DM,
+            mask=(column_D < D)[:, None] & (map_1M < M),
         )
 
     @triton.jit(do_not_specialize=["splits", "programs"])
@@ -695,12 +785,22 @@ def hyper_connection_read_backward(
     num_streams, size = sizes.values()
     entries = num_streams * (num_streams + 2)
     programs = divide_up(tokens, MAPS_TILE["BLOCK_T"])
-    columns = num_streams * divide_up(size, READ_BWD_TILE["BLOCK_D"])
-    # few enough splits that their sums are small beside the streams, enough to fill the device
-    splits = max(1, min(divide_up(tokens, 128), 4 * multiprocessors(streams.device) // columns))
+    narrow = streams.dtype is torch.bfloat16
+    streams_tile = STREAMS_GRAD_TILE if narrow else WIDE_STREAMS_GRAD_TILE
+    projection_tile = PROJECTION_GRAD_TILE if narrow else WIDE_PROJECTION_GRAD_TILE
+    columns = num_streams * divide_up(size, projection_tile["BLOCK_D"])
+    steps = divide_up(tokens, projection_tile["BLOCK_T"])
+    at_once = PROJECTION_GRAD_PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(streams.device)
+    steps_of_program = divide_up(steps, max(1, min(divide_up(steps, 2), at_once // columns)))
+    splits = divide_up(steps, steps_of_program)
     pre_grad = scalars.new_empty((num_streams, tokens))
     line_sums = scalars.new_empty((iterations, 2, num_streams, tokens))
-    coefficients = scalars.new_empty((entries + 1, tokens))
+    halves, dtype = (2, torch.bfloat16) if narrow else (1, torch.float32)
+    block_m = _block_of(entries)
+    weights = scalars.new_empty((halves, entries, num_streams, size), dtype=dtype)
+    coefficients = scalars.new_empty((tokens, halves, block_m), dtype=dtype)
+    shared = sizes | {"HALVES": halves, "BLOCK_M": block_m}
+    shrink = scalars.new_empty((tokens,))
     map_sums = scalars.new_empty((2, entries, programs))
     partial_sums = scalars.new_empty((splits, entries, num_streams, size))
     argument, mixed_grad = _streams(streams), _rows(mixed_grad)
@@ -714,18 +814,27 @@ def hyper_connection_read_backward(
         )
         hyper_connection_maps_bwd_kernel[(programs,)](
             *(pre_grad, residual_grad.contiguous(), post_grad.contiguous(), alphas, logits, scalars, line_sums),
-            *(coefficients, map_sums, tokens, iterations, programs),
+            *(coefficients, shrink, map_sums, tokens, iterations, programs),
             COLUMNS_FIRST=columns_first,
-            **sizes,
+            **shared,
             **MAPS_TILE,
         )
-        hyper_connection_read_bwd_kernel[(columns, splits)](
-            *(mixed_grad, None if added_grad is None else _streams(added_grad), argument, norm_weight, projection),
-            *(scalars, coefficients, grads[0], partial_sums, tokens, divide_up(tokens, splits)),
-            BLOCK_M=_block_of(entries),
+        hyper_connection_fold_kernel[(divide_up(num_streams * size, FOLD_TILE["BLOCK_D"]), entries)](
+            *(norm_weight, projection, weights), **sizes, **FOLD_TILE
+        )
+        tiles = divide_up(tokens, streams_tile["BLOCK_T"]) * divide_up(size, streams_tile["BLOCK_D"])
+        hyper_connection_streams_grad_kernel[(tiles * (1 if streams_tile["IN_TURN"] else num_streams),)](
+            *(mixed_grad, None if added_grad is None else _streams(added_grad), argument, weights),
+            *(scalars, coefficients, shrink, grads[0], tokens),
             PRECISION=_precision(),
-            **sizes,
-            **READ_BWD_TILE,
+            **shared,
+            **streams_tile,
+        )
+        hyper_connection_projection_grad_kernel[(columns, splits)](
+            *(argument, coefficients, partial_sums, tokens, steps_of_program * projection_tile["BLOCK_T"]),
+            PRECISION=_precision(),
+            **shared,
+            **projection_tile,
         )
         column_programs = divide_up(num_streams * size, PARAMETER_TILE["BLOCK_D"])
         hyper_connection_parameter_grad_kernel[(column_programs + entries + 3,)](

@@ -96,6 +96,7 @@ CASES = {
     "no leading dimension": ((4, 48), {}),
     "wide": ((1, 2, 530), {"iterations": 1}),
     "more tokens than a program has": ((300, 2, 8), {"iterations": 1}),
+    "tiles of tokens and columns": ((70, 2, 72), {"iterations": 1}),
 }
 
 
@@ -182,6 +183,17 @@ def test_equal_bits_from_equal_inputs():
     connection = Connection((140, 2, 8), iterations=1)
     first, second = connection.run("triton"), connection.run("triton")
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_streams_in_turn(dtype, monkeypatch):
+    """One program has all streams of a tile, or each has its own."""
+    results = []
+    for in_turn in (False, True):
+        for name in ("STREAMS_GRAD_TILE", "WIDE_STREAMS_GRAD_TILE"):
+            monkeypatch.setitem(getattr(hyper_connection_triton, name), "IN_TURN", in_turn)
+        results.append(Connection((70, 3, 72), dtype=dtype, iterations=1).run("triton"))
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
 
 def test_no_tokens():
@@ -289,11 +301,9 @@ def test_kernels_compile_ahead_of_time():
     run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     compiled = json.loads(run.stdout)
-    names = {f"hyper_connection_{name}_kernel" for name in ("score", "mix", "pre_grad", "parameter_grad")} | {
-        f"hyper_connection_{name}_{direction}_kernel"
-        for name in ("maps", "read", "write")
-        for direction in ("fwd", "bwd")
-    } - {"hyper_connection_read_fwd_kernel"}
+    operations = ("score", "maps_fwd", "mix", "pre_grad", "maps_bwd", "fold", "streams_grad", "projection_grad")
+    operations += ("parameter_grad", "write_fwd", "write_bwd")
+    names = {f"hyper_connection_{name}_kernel" for name in operations}
     assert {(entry["kernel"], entry["target"]) for entry in compiled} == {
         (name, target) for name in names for target in ("sm_80", "sm_90", "sm_100", "gfx942")
     }
