@@ -16,6 +16,7 @@ from depthmix.kernels import (
     hyper_connection_write,
     moda_attention,
     norm_rotary_mix_triton,
+    shared_input_linear,
 )
 from depthmix.kernels.norm_rotary_mix_reference import norm_rotary_mix_reference
 
@@ -254,19 +255,25 @@ def beside_copy(name: str, moved: int, ways: dict[str, Callable[[], object]]) ->
         for _ in range(calls):
             way()
 
-    steps = {"copy": lambda: target.copy_(source)} | ways
-    for model, way in steps.items():
+    copy = partial(repeated, lambda: target.copy_(source))
+
+    def row(form, model, timing, copied):
+        return Measurement(
+            *(form, "", model, timing.median / calls, min(timing.times) / calls, max(timing.times) / calls),
+            gib=moved / 2**30,
+            ratio=timing.median / copied.median,
+        )
+
+    yield row(name, "copy", *measure([copy, copy]))
+    for model, way in ways.items():
         for form, prepare in ((name, lambda step: step), (f"{name}, graph", captured)):
             try:
-                copy, timing = measure([prepare(partial(repeated, each)) for each in (steps["copy"], way)])
+                # the copy is launched in both cases: what a graph has for it is slower
+                copied, timing = measure([copy, prepare(partial(repeated, way))])
             except Exception as error:
                 print(f"{form:42} {model:16} does not run: {type(error).__name__}: {str(error)[:120]}", flush=True)
-                continue
-            yield Measurement(
-                *(form, "", model, timing.median / calls, min(timing.times) / calls, max(timing.times) / calls),
-                gib=moved / 2**30,
-                ratio=timing.median / copy.median,
-            )
+            else:
+                yield row(form, model, timing, copied)
     release_memory()
 
 
@@ -329,6 +336,31 @@ def average(name: str, size: str, *, sources: int, backward: bool) -> Iterator[M
     yield from beside_copy(name, states * grad.nbytes, steps)
 
 
+def one_token(name: str, size: str, *, hidden_size: int, sizes: tuple[int, ...]) -> Iterator[Measurement]:
+    """The linear maps of one token in 16 layers, beside a copy, and a library's products one by one."""
+    x = torch.randn(1, 1, hidden_size, device="cuda", dtype=torch.bfloat16)
+    # more than a cache holds
+    layers = [
+        [torch.randn(rows, hidden_size, device="cuda", dtype=torch.bfloat16) for rows in sizes] for _ in range(16)
+    ]
+    for ours, weight in zip(shared_input_linear(x, layers[0], impl="triton"), layers[0], strict=True):
+        exact = F.linear(x.double(), weight.double())
+        if not (error := ((ours.double() - exact).norm() / exact.norm()).item()) < 4e-3:
+            raise RuntimeError(f"shared_input_linear is off by {error} from the products.")
+
+    def together():
+        for weights in layers:
+            shared_input_linear(x, weights, impl="triton")
+
+    def one_by_one():
+        for weights in layers:
+            for weight in weights:
+                F.linear(x, weight)
+
+    moved = sum(weight.nbytes for weights in layers for weight in weights)
+    yield from beside_copy(name, moved, {"depthmix": together, "torch": one_by_one})
+
+
 CONNECTION_CASES = {
     f"hyper_connection_T{tokens}_D{hidden_size}_{'forward_backward' if backward else 'forward'}": partial(
         hyper_connection, tokens=tokens, hidden_size=hidden_size, backward=backward
@@ -354,8 +386,20 @@ AVERAGE_CASES = {
     for sources in (4, 16, 48)
     for backward in (False, True)
 }
+ONE_TOKEN_CASES = {
+    f"shared_input_linear_{name}": partial(one_token, hidden_size=hidden_size, sizes=sizes)
+    for name, hidden_size, sizes in (
+        ("3b_attention", 2048, (2048, 512, 512)),
+        ("3b_mlp_in", 2048, (6912, 6912)),
+        ("3b_mlp_out", 6912, (2048,)),
+        ("700m_attention", 1024, (1024, 512, 512)),
+        # with the projection to depth slots
+        ("700m_mlp_in", 1024, (4096, 4096, 1024)),
+        ("700m_mlp_out", 4096, (1024,)),
+    )
+}
 # of no model's size
-UNSIZED_CASES = MODA_CASES | CONNECTION_CASES | AVERAGE_CASES
+UNSIZED_CASES = MODA_CASES | CONNECTION_CASES | AVERAGE_CASES | ONE_TOKEN_CASES
 CASES = UNSIZED_CASES | {
     f"{'norm_rotary_mix' if fused else 'depth_value_mix'}_{sources}_sources_{direction}_{tokens}": partial(
         operation,

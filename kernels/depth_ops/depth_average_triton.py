@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .depth_implementations import device_of, operation_namespace, triton_obstacle
+from .depth_implementations import device_of, divide_up, operation_namespace, triton_obstacle
 
 
 try:
@@ -132,7 +132,7 @@ def depth_average_forward(sources: list[Tensor], weight: Tensor) -> Tensor:
     if size:
         padded = _padded(sources)
         with device_of(average):
-            depth_average_fwd_kernel[(triton.cdiv(size, FWD_TILE["BLOCK"]),)](
+            depth_average_fwd_kernel[(divide_up(size, FWD_TILE["BLOCK"]),)](
                 *(padded, weight.contiguous(), average, len(sources), size), **_tile(FWD_TILE, len(padded))
             )
     return average
@@ -142,7 +142,7 @@ def depth_average_backward(average_grad: Tensor, sources: list[Tensor], weight: 
     """The gradients of the sources, and last that of the weight."""
     grads = [torch.empty_like(source, memory_format=torch.contiguous_format) for source in sources]
     size = average_grad.numel()
-    programs = triton.cdiv(size, BWD_TILE["BLOCK"])
+    programs = divide_up(size, BWD_TILE["BLOCK"])
     weight_grad_PN = weight.new_empty((programs, len(sources)), dtype=torch.float32)
     if size:
         padded = _padded(sources)
