@@ -49,8 +49,11 @@ MAPS_TILE = {"BLOCK_T": 32, "num_warps": 1}
 MIX_TILE = {"BLOCK_T": 4, "BLOCK_D": 256, "num_warps": 4}
 SUMS_TILE = {"BLOCK_T": 4, "BLOCK_D": 256, "num_warps": 4}
 FOLD_TILE = {"BLOCK_D": 1024, "num_warps": 4}
-STREAMS_GRAD_TILE = {"BLOCK_T": 128, "BLOCK_D": 128, "IN_TURN": False, "num_warps": 8, "STAGES": 1}
-WIDE_STREAMS_GRAD_TILE = {"BLOCK_T": 64, "BLOCK_D": 64, "IN_TURN": False, "num_warps": 4, "STAGES": 1}
+STREAMS_GRAD_TILE = {"BLOCK_T": 64, "BLOCK_D": 128, "num_warps": 4}
+if not torch.version.hip:
+    # three programs on a multiprocessor, not two
+    STREAMS_GRAD_TILE["maxnreg"] = 168
+WIDE_STREAMS_GRAD_TILE = {"BLOCK_T": 64, "BLOCK_D": 64, "num_warps": 4}
 PROJECTION_GRAD_TILE = {"BLOCK_T": 64, "BLOCK_D": 128, "num_warps": 4, "num_stages": 3}
 WIDE_PROJECTION_GRAD_TILE = PROJECTION_GRAD_TILE | {"BLOCK_D": 64}
 # so many of the last that all run at once
@@ -460,18 +463,15 @@ if triton is not None:
         BLOCK_M: tl.constexpr,
         BLOCK_T: tl.constexpr,
         BLOCK_D: tl.constexpr,
-        IN_TURN: tl.constexpr,
-        STAGES: tl.constexpr,
         PRECISION: tl.constexpr,
     ):
         """
-        The gradient of some columns of all streams, `IN_TURN`, or of one: neighbouring programs, too, find the
-        gradient of the mix, which all streams need, in a cache.
+        The gradient of some columns of one stream. Neighbouring programs have those of the others, and find the
+        gradient of the mix, which all need, in a cache.
         """
         M: tl.constexpr = S * (S + 2)
         COLUMNS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
-        tile = tl.program_id(0) // (1 if IN_TURN else S)
-        first = 0 if IN_TURN else tl.program_id(0) % S
+        tile, stream = tl.program_id(0) // S, tl.program_id(0) % S
         token_T = (tile // COLUMNS).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
         valid_T = token_T < tokens
         column_1D = (tile % COLUMNS) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
@@ -481,23 +481,22 @@ if triton is not None:
         map_M = tl.arange(0, BLOCK_M)
         address_T1 = coefficients + (token_T * (HALVES * BLOCK_M))[:, None]
         coefficient_halves = _load_halves(address_T1 + map_M[None, :], BLOCK_M, valid_T[:, None])
-        for stream in tl.range(first, first + (S if IN_TURN else 1), num_stages=STAGES):
-            value_TD = tl.load(_row(streams, token_T, stream) + column_1D, mask=mask_TD, other=0.0)
-            if added_grad is not None:
-                added_TD = tl.load(_row(added_grad, token_T, stream) + column_1D, mask=mask_TD, other=0.0)
-            pre_T = tl.load(scalars + (M + 1 + stream) * tokens + token_T, mask=valid_T, other=0.0)
-            weight_halves = _load_halves(
-                weights + map_M[:, None] * (S * D) + stream * D + column_1D,
-                M * S * D,
-                (map_M < M)[:, None] & (column_1D < D),
-            )
-            address_TD = mixed_grad[0] + (token_T * mixed_grad[1])[:, None] + column_1D
-            mixed_grad_TD = tl.load(address_TD, mask=mask_TD, other=0.0)
-            grad_TD = pre_T[:, None] * mixed_grad_TD.to(tl.float32) - shrink_T[:, None] * value_TD.to(tl.float32)
-            if added_grad is not None:
-                grad_TD += added_TD.to(tl.float32)
-            grad_TD = _dot(coefficient_halves, weight_halves, grad_TD, PRECISION)
-            tl.store(streams_grad + (token_T * (S * D) + stream * D)[:, None] + column_1D, grad_TD, mask=mask_TD)
+        value_TD = tl.load(_row(streams, token_T, stream) + column_1D, mask=mask_TD, other=0.0)
+        if added_grad is not None:
+            added_TD = tl.load(_row(added_grad, token_T, stream) + column_1D, mask=mask_TD, other=0.0)
+        pre_T = tl.load(scalars + (M + 1 + stream) * tokens + token_T, mask=valid_T, other=0.0)
+        weight_halves = _load_halves(
+            weights + map_M[:, None] * (S * D) + stream * D + column_1D,
+            M * S * D,
+            (map_M < M)[:, None] & (column_1D < D),
+        )
+        address_TD = mixed_grad[0] + (token_T * mixed_grad[1])[:, None] + column_1D
+        mixed_grad_TD = tl.load(address_TD, mask=mask_TD, other=0.0)
+        grad_TD = pre_T[:, None] * mixed_grad_TD.to(tl.float32) - shrink_T[:, None] * value_TD.to(tl.float32)
+        if added_grad is not None:
+            grad_TD += added_TD.to(tl.float32)
+        grad_TD = _dot(coefficient_halves, weight_halves, grad_TD, PRECISION)
+        tl.store(streams_grad + (token_T * (S * D) + stream * D)[:, None] + column_1D, grad_TD, mask=mask_TD)
 
     @triton.jit(do_not_specialize=["tokens", "tokens_of_program"])
     def hyper_connection_projection_grad_kernel(
@@ -823,7 +822,7 @@ def hyper_connection_read_backward(
             *(norm_weight, projection, weights), **sizes, **FOLD_TILE
         )
         tiles = divide_up(tokens, streams_tile["BLOCK_T"]) * divide_up(size, streams_tile["BLOCK_D"])
-        hyper_connection_streams_grad_kernel[(tiles * (1 if streams_tile["IN_TURN"] else num_streams),)](
+        hyper_connection_streams_grad_kernel[(tiles * num_streams,)](
             *(mixed_grad, None if added_grad is None else _streams(added_grad), argument, weights),
             *(scalars, coefficients, shrink, grads[0], tokens),
             PRECISION=_precision(),

@@ -71,7 +71,7 @@ def norm_rotary_mix_launches():
 def compile_launch(kernel, arguments, constants, target: GPUTarget):
     """What the launch `kernel[grid](*arguments, **constants)` would run on the target, as Triton compiles it."""
     constants = dict(constants)
-    options = {name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants}
+    options = {name: constants.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in constants}
     names = list(inspect.signature(kernel.fn).parameters)
     constexprs, attributes = {}, {}
 
@@ -101,8 +101,9 @@ def compile_launch(kernel, arguments, constants, target: GPUTarget):
 def compiled_for(target: str, kernel, arguments, constants, /, **described) -> dict:
     """What a launch becomes on a target, to be printed, beside what else describes it."""
     gpu, limit = TARGETS[target]
-    if gpu.backend == "hip" and "PRECISION" in constants:
-        constants = constants | {"PRECISION": "ieee"}
+    if gpu.backend == "hip":
+        constants = {name: "ieee" if name == "PRECISION" else value for name, value in constants.items()}
+        constants.pop("maxnreg", None)
     result = compile_launch(kernel, arguments, constants, gpu)
     assembly = result.asm.get("ptx") or result.asm["amdgcn"]
     wide_loads = ("ld.global.v", "cp.async.cg", "global_load_dwordx", "buffer_load_dwordx")

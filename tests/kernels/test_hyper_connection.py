@@ -185,17 +185,6 @@ def test_equal_bits_from_equal_inputs():
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_streams_in_turn(dtype, monkeypatch):
-    """One program has all streams of a tile, or each has its own."""
-    results = []
-    for in_turn in (False, True):
-        for name in ("STREAMS_GRAD_TILE", "WIDE_STREAMS_GRAD_TILE"):
-            monkeypatch.setitem(getattr(hyper_connection_triton, name), "IN_TURN", in_turn)
-        results.append(Connection((70, 3, 72), dtype=dtype, iterations=1).run("triton"))
-    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
-
-
 def test_no_tokens():
     connection = Connection((2, 0, 4, 16))
     ours, expected = connection.run("triton"), connection.run("reference")
