@@ -39,7 +39,7 @@ def inputs(size: str, batch: int, tokens: int, *, sources: int, fused: bool) -> 
     norm = torch.rand(64, dtype=torch.bfloat16, device="cuda") + 0.5 if fused else None
     table = torch.randn(1, tokens, 64, dtype=torch.bfloat16, device="cuda") if fused else None
     arguments = (query, keys, values if sources else [], norm, norm, table, table, 0.125, 1e-6, True)
-    return arguments, [torch.randn_like(x) for x in norm_rotary_mix_triton.norm_rotary_mix_op(*arguments)]
+    return arguments, [torch.randn_like(x) for x in norm_rotary_mix_triton.run_norm_rotary_mix(*arguments)]
 
 
 def check(arguments: tuple, output_grads: list[torch.Tensor]) -> None:
@@ -51,7 +51,7 @@ def check(arguments: tuple, output_grads: list[torch.Tensor]) -> None:
         query, *entries = (leaf.to(dtype) for leaf in leaves)
         own_keys, own_values = entries[: len(keys)], entries[len(keys) :]
         if dtype is torch.bfloat16:
-            outputs = norm_rotary_mix_triton.norm_rotary_mix_op(query, own_keys, own_values, *arguments[3:])
+            outputs = norm_rotary_mix_triton.run_norm_rotary_mix(query, own_keys, own_values, *arguments[3:])
         else:
             wide = [None if x is None else x.to(dtype) for x in (cos, sin, query_norm, key_norm)]
             outputs = norm_rotary_mix_reference(

@@ -35,7 +35,7 @@ def depth_average(sources: Sequence[Tensor], weight: Tensor, *, impl: str = "aut
     check_average(sources, weight)
     triton = use_triton(impl, "depth_average", depth_average_obstacle(sources, weight))
     if triton and not left_to_compiler(impl, sources[-1]):
-        return run_depth_average(list(sources), weight)
+        return run_depth_average(list(sources), weight)[0]
     return depth_average_reference(sources, weight)
 
 

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .depth_implementations import device_of, divide_up, operation_namespace, triton_obstacle
+from .depth_implementations import device_of, divide_up, triton_obstacle
+from .typed_operations import DifferentiableOperation, Operation, new_like
 
 
 try:
@@ -125,9 +126,9 @@ def depth_average_obstacle(sources: Sequence[Tensor], weight: Tensor) -> str | N
     return triton_obstacle((*sources, weight))
 
 
-def depth_average_forward(sources: list[Tensor], weight: Tensor) -> Tensor:
+def depth_average_forward(sources: list[Tensor], weight: Tensor, training: bool = False) -> list[Tensor]:
     """The weighted sum of `sources`, in their dtype."""
-    average = torch.empty_like(sources[0], memory_format=torch.contiguous_format)
+    average = new_like(sources[0])
     size = average.numel()
     if size:
         padded = _padded(sources)
@@ -135,12 +136,12 @@ def depth_average_forward(sources: list[Tensor], weight: Tensor) -> Tensor:
             depth_average_fwd_kernel[(divide_up(size, FWD_TILE["BLOCK"]),)](
                 *(padded, weight.contiguous(), average, len(sources), size), **_tile(FWD_TILE, len(padded))
             )
-    return average
+    return [average]
 
 
 def depth_average_backward(average_grad: Tensor, sources: list[Tensor], weight: Tensor) -> list[Tensor]:
     """The gradients of the sources, and last that of the weight."""
-    grads = [torch.empty_like(source, memory_format=torch.contiguous_format) for source in sources]
+    grads = [*map(new_like, sources)]
     size = average_grad.numel()
     programs = divide_up(size, BWD_TILE["BLOCK"])
     weight_grad_PN = weight.new_empty((programs, len(sources)), dtype=torch.float32)
@@ -172,30 +173,19 @@ def _padded(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _save(ctx, inputs, output):
-    sources, weight = inputs
+    sources, weight, _ = inputs
     ctx.save_for_backward(weight, *sources)
 
 
-def _backward(ctx, grad):
+def _backward(ctx, grads):
     weight, *sources = ctx.saved_tensors
-    *grads, weight_grad = _depth_average_backward(grad, sources, weight)
-    return grads, weight_grad
+    *source_grads, weight_grad = _run_backward(grads[0], sources, weight)
+    return source_grads, weight_grad, None
 
 
-_NAMESPACE = operation_namespace(__name__)
-_depth_average_backward = torch.library.custom_op(
-    f"{_NAMESPACE}::depth_average_backward", depth_average_backward, mutates_args=()
+_run_backward = Operation(
+    depth_average_backward, lambda average_grad, sources, weight: [*map(new_like, sources), new_like(weight)]
 )
-_depth_average_backward.register_fake(
-    lambda average_grad, sources, weight: [
-        *(torch.empty_like(source, memory_format=torch.contiguous_format) for source in sources),
-        torch.empty_like(weight, memory_format=torch.contiguous_format),
-    ]
+run_depth_average = DifferentiableOperation(
+    depth_average_forward, lambda sources, *_: [new_like(sources[0])], _save, _backward, lambda *_: []
 )
-run_depth_average = torch.library.custom_op(
-    f"{_NAMESPACE}::depth_average_forward", depth_average_forward, mutates_args=()
-)
-run_depth_average.register_fake(
-    lambda sources, weight: torch.empty_like(sources[0], memory_format=torch.contiguous_format)
-)
-run_depth_average.register_autograd(_backward, setup_context=_save)

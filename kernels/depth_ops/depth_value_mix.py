@@ -56,7 +56,7 @@ def depth_value_mix(
     if len(keys) == 1:
         return values[-1]
     if kernel:
-        (mixed,) = run_norm_rotary_mix(query, keys, values, None, None, None, None, scaling, 0.0, True)
+        (mixed,) = run_norm_rotary_mix(query, list(keys), list(values), None, None, None, None, scaling, 0.0, True)
         return mixed
     return depth_value_mix_reference(query, keys, values, scaling=scaling)
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from .depth_implementations import INTERPRETED, device_of, divide_up, multiprocessors, power_of_2_from, triton_obstacle
-from .typed_operations import DifferentiableOperation, Operation
+from .typed_operations import DifferentiableOperation, Operation, new_like
 
 
 try:
@@ -779,8 +779,8 @@ def hyper_connection_read_backward(
     parameters = [norm_weight, projection, *alphas, *logits]
     tokens, sizes = _sizes(streams)
     if not tokens:
-        return [_new_like(streams), *map(torch.zeros_like, parameters)]
-    grads = [_new_like(x) for x in (streams, *parameters)]
+        return [new_like(streams), *map(torch.zeros_like, parameters)]
+    grads = [new_like(x) for x in (streams, *parameters)]
     num_streams, size = sizes.values()
     entries = num_streams * (num_streams + 2)
     programs = divide_up(tokens, MAPS_TILE["BLOCK_T"])
@@ -849,7 +849,7 @@ def hyper_connection_write_forward(
     streams: Tensor, update: Tensor, residual: Tensor, post: Tensor, training: bool
 ) -> list[Tensor]:
     """The new streams alone, also if `training`."""
-    outputs = [_new_like(streams)]
+    outputs = [new_like(streams)]
     tokens, sizes = _sizes(streams)
     if tokens:
         grid = (divide_up(tokens, MIX_TILE["BLOCK_T"]), divide_up(sizes["D"], MIX_TILE["BLOCK_D"]))
@@ -866,7 +866,7 @@ def hyper_connection_write_backward(
     new_streams_grad: Tensor, streams: Tensor, update: Tensor, residual: Tensor, post: Tensor
 ) -> list[Tensor]:
     """Gradients of all inputs of the forward."""
-    grads = [_new_like(x) for x in (streams, update, residual, post)]
+    grads = [new_like(x) for x in (streams, update, residual, post)]
     tokens, sizes = _sizes(streams)
     if tokens:
         with device_of(streams):
@@ -910,10 +910,6 @@ def _streams(tensor: Tensor) -> tuple[Tensor, int, int]:
 
 def _contiguous(tensors: list[Tensor]) -> tuple[Tensor, ...]:
     return tuple(tensor.contiguous() for tensor in tensors)
-
-
-def _new_like(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
 def _new_read(streams: Tensor, training: bool) -> list[Tensor]:
@@ -968,11 +964,11 @@ def _backward_write(ctx, grads):
 _read_backward = Operation(
     hyper_connection_read_backward,
     lambda mixed_grad, residual_grad, post_grad, added_grad, streams, norm_weight, projection, alphas, logits, *_: [
-        _new_like(x) for x in (streams, norm_weight, projection, *alphas, *logits)
+        new_like(x) for x in (streams, norm_weight, projection, *alphas, *logits)
     ],
 )
 _write_backward = Operation(
-    hyper_connection_write_backward, lambda grad, *inputs: [_new_like(tensor) for tensor in inputs]
+    hyper_connection_write_backward, lambda grad, *inputs: [new_like(tensor) for tensor in inputs]
 )
 run_hyper_connection_read = DifferentiableOperation(
     hyper_connection_read_forward,
@@ -983,7 +979,7 @@ run_hyper_connection_read = DifferentiableOperation(
 )
 run_hyper_connection_write = DifferentiableOperation(
     hyper_connection_write_forward,
-    lambda streams, *_: [_new_like(streams)],
+    lambda streams, *_: [new_like(streams)],
     _save_write,
     _backward_write,
     lambda *_: [],

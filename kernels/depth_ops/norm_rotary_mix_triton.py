@@ -19,11 +19,10 @@ from torch import Tensor
 from .depth_implementations import (
     device_of,
     divide_up,
-    is_recorded,
-    operation_namespace,
     power_of_2_from,
     triton_obstacle,
 )
+from .typed_operations import DifferentiableOperation, Operation
 
 
 try:
@@ -444,6 +443,7 @@ def norm_rotary_mix_forward(
     scaling: float,
     eps: float,
     key_norm_first: bool,
+    training: bool = False,
 ) -> list[Tensor]:
     """
     `keys` and `values` have the layer's own last; without `values` nothing is mixed. Returns, in this order, the
@@ -600,22 +600,7 @@ def _launch(query: Tensor, key: Tensor, elements: int) -> tuple[int, dict[str, i
     return batch * divide_up(tokens * kv_heads, block_rows), constants
 
 
-_NAMESPACE = operation_namespace(__name__)
-norm_rotary_mix_op = torch.library.custom_op(
-    f"{_NAMESPACE}::norm_rotary_mix", norm_rotary_mix_forward, mutates_args=()
-)
-norm_rotary_mix_backward_op = torch.library.custom_op(
-    f"{_NAMESPACE}::norm_rotary_mix_backward", norm_rotary_mix_backward, mutates_args=()
-)
-
-
-@norm_rotary_mix_op.register_fake
-def _(query, keys, values, query_norm, key_norm, cos, sin, scaling, eps, key_norm_first):
-    return _new_outputs(query, keys, values, query_norm, key_norm, cos)
-
-
-@norm_rotary_mix_backward_op.register_fake
-def _(output_grads, query, keys, values, query_norm, key_norm, cos, sin, scaling, eps, key_norm_first):
+def _new_norm_grads(output_grads, query, keys, values, query_norm, key_norm, *_) -> list[Tensor]:
     grads = _new_input_grads(query, keys, values)
     if not (query_norm is None and key_norm is None):
         grads.append(query.new_empty((2, query.shape[-1]), dtype=torch.float32))
@@ -623,7 +608,7 @@ def _(output_grads, query, keys, values, query_norm, key_norm, cos, sin, scaling
 
 
 def _save_for_backward(ctx, inputs, output):
-    query, keys, values, query_norm, key_norm, cos, sin, *ctx.constants = inputs
+    query, keys, values, query_norm, key_norm, cos, sin, *ctx.constants, _ = inputs
     ctx.entries = len(keys), len(values)
     ctx.save_for_backward(query, query_norm, key_norm, cos, sin, *keys, *values)
 
@@ -631,21 +616,21 @@ def _save_for_backward(ctx, inputs, output):
 def _backward(ctx, output_grads):
     query, query_norm, key_norm, cos, sin, *entries = ctx.saved_tensors
     keys, values = entries[: ctx.entries[0]], entries[ctx.entries[0] :]
-    grads = norm_rotary_mix_backward_op(
-        output_grads, query, keys, values, query_norm, key_norm, cos, sin, *ctx.constants
-    )
+    grads = _run_backward(list(output_grads), query, keys, values, query_norm, key_norm, cos, sin, *ctx.constants)
     query_grad, key_grads, value_grads = grads[0], grads[1 : 1 + len(keys)], grads[1 + len(keys) : 1 + len(entries)]
     norm_grads = [
         None if norm is None else grads[-1][i].to(norm.dtype) for i, norm in enumerate((query_norm, key_norm))
     ]
-    return query_grad, key_grads, value_grads, *norm_grads, None, None, None, None, None
+    return query_grad, key_grads, value_grads, *norm_grads, None, None, None, None, None, None
 
 
-norm_rotary_mix_op.register_autograd(_backward, setup_context=_save_for_backward)
-
-
-def run_norm_rotary_mix(query: Tensor, *arguments) -> list[Tensor]:
-    """The operation; outside of training and tracing the kernel itself, since dispatch costs more than it computes."""
-    if torch.is_grad_enabled() or is_recorded() or type(query) is not Tensor:
-        return norm_rotary_mix_op(query, *arguments)
-    return norm_rotary_mix_forward(query, *arguments)
+_run_backward = Operation(norm_rotary_mix_backward, _new_norm_grads)
+run_norm_rotary_mix = DifferentiableOperation(
+    norm_rotary_mix_forward,
+    lambda query, keys, values, query_norm, key_norm, cos, *_: _new_outputs(
+        query, keys, values, query_norm, key_norm, cos
+    ),
+    _save_for_backward,
+    _backward,
+    lambda *_: [],
+)

@@ -20,6 +20,11 @@ def _tensors(inputs: Sequence) -> list[Tensor]:
     return [x for x in flat if isinstance(x, Tensor)]
 
 
+def new_like(tensor: Tensor) -> Tensor:
+    """Fresh memory of the tensor's shape and dtype, without gaps."""
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
 class Operation:
     """
     A function of tensors and lists of tensors that gives a list of tensors, also typed, for the compiler to see it.

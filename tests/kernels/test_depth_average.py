@@ -125,7 +125,7 @@ def test_no_tokens():
 @pytest.mark.interpreter
 def test_operation_is_registered_properly():
     sources, weight = [draw(2, 5, seed=i) for i in range(3)], draw(3)
-    torch.library.opcheck(depth_average_triton.run_depth_average, (sources, weight))
+    torch.library.opcheck(depth_average_triton.run_depth_average.typed, (sources, weight, True))
 
 
 @pytest.mark.interpreter

@@ -368,7 +368,7 @@ class TestKernel:
         constants = [tensors.get(n) for n in ("query_norm_weight", "key_norm_weight")]
         tables = [layer.tables.get(n) for n in ("cos", "sin")]
         arguments = (tensors["query"], keys, values if sources else [], *constants, *tables, 0.3, 1e-6, True)
-        torch.library.opcheck(norm_rotary_mix_triton.norm_rotary_mix_op, arguments)
+        torch.library.opcheck(norm_rotary_mix_triton.run_norm_rotary_mix.typed, (*arguments, True))
 
     @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning:torch.jit")
     @torch.no_grad()
