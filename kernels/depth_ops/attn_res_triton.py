@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from .depth_implementations import INTERPRETED, device_of, divide_up, multiprocessors, power_of_2_from, triton_obstacle
-from .typed_operations import DifferentiableOperation, Operation
+from .typed_operations import DifferentiableOperation, Operation, new_like
 
 
 try:
@@ -847,7 +847,7 @@ def attn_res_backward(
     """
     Gradients of the sources, of the query, and of norm weight, output norm weight and bias, so far as there are any.
     """
-    source_grads = [_new_like(source) for source in sources]
+    source_grads = [new_like(source) for source in sources]
     last_logit_grad = None if bias is None else _new_scalars(sources[0])
     tokens, constants, programs = _launch("attn_res_bwd", sources[0])
     partial_sums = _new_sums(programs, 1 if output_norm_weight is None else 2, sources[0])
@@ -952,7 +952,7 @@ def attn_res_phase_1_backward(
     """
     sites, source = len(pseudo_queries), sources[0]
     tokens, hidden_size = _tokens(source), source.shape[-1]
-    source_grads = [_new_like(source) for source in sources]
+    source_grads = [new_like(source) for source in sources]
     coefficients = source.new_empty((len(sources), tokens, sites), dtype=torch.float32)
     # few enough programs that their sums are small beside the sources, enough to fill the device
     columns = divide_up(hidden_size, QUERY_GRAD_TILE["BLOCK_D"])
@@ -1057,7 +1057,7 @@ def attn_res_phase_2_backward(
     Gradients of phase 1's output and log-sum-exp, of the running sum, of the query, and of norm weight, output norm
     weight and bias, so far as there are any. Without `output` it is computed again from `sources`.
     """
-    output_grad, new_partial_grad = _new_like(partial), _new_like(partial)
+    output_grad, new_partial_grad = new_like(partial), new_like(partial)
     log_sum_exp_grad = _new_scalars(partial)
     tokens, constants, programs = _launch("attn_res_phase_2_bwd", partial)
     partial_sums = _new_sums(programs, 1 if output_norm_weight is None else 2, partial)
@@ -1152,10 +1152,6 @@ def _vector(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
 
-def _new_like(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
-
-
 def _new_scalars(tensor: Tensor) -> Tensor:
     """One fp32 number for each token."""
     return tensor.new_empty(tensor.shape[:-1], dtype=torch.float32)
@@ -1166,7 +1162,7 @@ def _new_sums(programs: int, rows: int, tensor: Tensor) -> Tensor:
 
 
 def _new_mix(sources: list[Tensor], training: bool) -> list[Tensor]:
-    outputs = [_new_like(sources[0])]
+    outputs = [new_like(sources[0])]
     if training:
         outputs.append(sources[0].new_empty((_tokens(sources[0]), 2, len(sources)), dtype=torch.float32))
     return outputs
@@ -1174,7 +1170,7 @@ def _new_mix(sources: list[Tensor], training: bool) -> list[Tensor]:
 
 def _new_phase_1(sources: list[Tensor], sites: int, training: bool) -> list[Tensor]:
     source = sources[0]
-    outputs = [_new_like(source) for _ in range(0 if len(sources) == 1 else sites)]
+    outputs = [new_like(source) for _ in range(0 if len(sources) == 1 else sites)]
     outputs += [_new_scalars(source) for _ in range(sites)]
     if training:
         outputs.append(_new_phase_1_scalars(sources, sites))
@@ -1186,7 +1182,7 @@ def _new_phase_1_scalars(sources: list[Tensor], sites: int) -> Tensor:
 
 
 def _new_phase_2(partial: Tensor, update: Tensor | None, training: bool) -> list[Tensor]:
-    outputs = [_new_like(partial) for _ in range(1 if update is None else 2)]
+    outputs = [new_like(partial) for _ in range(1 if update is None else 2)]
     if training:
         outputs.append(partial.new_empty((4, _tokens(partial)), dtype=torch.float32))
     return outputs
@@ -1320,21 +1316,21 @@ def _so_far_as_given(grads, *inputs):
 _attn_res_backward = Operation(
     attn_res_backward,
     lambda mixed_grad, sources, query, gain, bias, output_norm, *_: [
-        *map(_new_like, sources),
+        *map(new_like, sources),
         *_new_parameter_grads(query, gain, output_norm, bias),
     ],
 )
 _attn_res_phase_1_backward = Operation(
     attn_res_phase_1_backward,
     lambda output_grads, log_sum_exp_grads, added_grads, sources, queries, gains, scalars: [
-        *map(_new_like, sources),
+        *map(new_like, sources),
         *_new_parameter_grads(torch.stack(queries), torch.stack(gains) if gains else None),
     ],
 )
 _attn_res_phase_2_backward = Operation(
     attn_res_phase_2_backward,
     lambda partial_grad, mixed_grad, output, sources, partial, query, gain, bias, output_norm, *_: [
-        *(_new_like(partial), _new_scalars(partial), _new_like(partial)),
+        *(new_like(partial), _new_scalars(partial), new_like(partial)),
         *_new_parameter_grads(query, gain, output_norm, bias),
     ],
 )
