@@ -46,7 +46,7 @@ def test_reference_equals_plain_sums():
 
 # sizes that end inside a piece and on its edge; numbers of sources around those that kernels are compiled for and that
 # fill groups or do not
-@pytest.mark.interpreter
+@pytest.mark.triton
 @pytest.mark.parametrize(
     ("shape", "number"),
     [
@@ -70,7 +70,7 @@ def test_kernels_equal_the_reference(shape, number, dtype):
         assert ours <= factor * plain + 1e-6
 
 
-@pytest.mark.interpreter
+@pytest.mark.triton
 def test_as_many_sources_as_there_may_be():
     sources, weight, grad = [draw(2, 4, seed=i) for i in range(128)], draw(128), draw(2, 4).detach()
     for ours, expected in zip(
@@ -79,7 +79,7 @@ def test_as_many_sources_as_there_may_be():
         torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.interpreter
+@pytest.mark.triton
 def test_strided_inputs():
     wide = [draw(3, 2, 20, seed=i) for i in range(3)]
     sources = [
@@ -95,7 +95,7 @@ def test_strided_inputs():
         torch.testing.assert_close(ours, expected)
 
 
-@pytest.mark.interpreter
+@pytest.mark.triton
 def test_addresses_that_wide_loads_cannot_read():
     sources, weight = [draw(1 + 32, seed=i)[1:] for i in range(2)], draw(2)
     grad = draw(1 + 32, seed=9).detach()[1:]
@@ -105,7 +105,7 @@ def test_addresses_that_wide_loads_cannot_read():
         torch.testing.assert_close(ours, expected)
 
 
-@pytest.mark.interpreter
+@pytest.mark.triton
 def test_fp32_weight_of_low_precision_sources():
     """As under autocast with a cast stream."""
     sources, weight, grad = [draw(2, 9, dtype=torch.bfloat16, seed=i) for i in range(3)], draw(3), draw(2, 9).detach()
@@ -115,20 +115,20 @@ def test_fp32_weight_of_low_precision_sources():
     assert max(errors(ours, [x.double() for x in expected])) < 2e-2
 
 
-@pytest.mark.interpreter
+@pytest.mark.triton
 def test_no_tokens():
     sources = [draw(0, 7), draw(0, 7)]
     average, weight_grad, *source_grads = results("triton", sources, draw(2), torch.ones(0, 7, device=DEVICE))
     assert average.shape == (0, 7) and not weight_grad.any() and len(source_grads) == 2
 
 
-@pytest.mark.interpreter
+@pytest.mark.triton
 def test_operation_is_registered_properly():
     sources, weight = [draw(2, 5, seed=i) for i in range(3)], draw(3)
     torch.library.opcheck(depth_average_triton.run_depth_average.typed, (sources, weight, True))
 
 
-@pytest.mark.interpreter
+@pytest.mark.triton
 def test_compiled():
     sources, weight, grad = [draw(2, 9, seed=i) for i in range(3)], draw(3), draw(2, 9).detach()
     expected = results("triton", sources, weight, grad)
@@ -138,7 +138,7 @@ def test_compiled():
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
-@pytest.mark.interpreter
+@pytest.mark.triton
 @pytest.mark.parametrize(
     ("sources", "message"),
     [

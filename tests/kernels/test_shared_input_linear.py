@@ -27,7 +27,7 @@ def test_reference_equals_products():
         torch.testing.assert_close(ours, torch.einsum("btd,ed->bte", x, weight))
 
 
-@pytest.mark.interpreter
+@pytest.mark.triton
 @pytest.mark.parametrize(("size", "sizes"), [(1536, (8, 3, 5)), (24, (1,)), (513, (9, 4)), (1024, (2, 2, 2, 6))])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_kernel_equals_the_reference(size, sizes, dtype):
@@ -45,13 +45,13 @@ def test_kernel_equals_the_reference(size, sizes, dtype):
         assert (actual.double() - exact).norm() <= error * exact.norm()
 
 
-@pytest.mark.interpreter
+@pytest.mark.triton
 def test_operation_is_registered_properly():
     inputs = (draw(1, 1, 5), [draw(3, 5), draw(2, 5)])
     torch.library.opcheck(shared_input_linear_triton.run_shared_input_linear.typed, inputs)
 
 
-@pytest.mark.interpreter
+@pytest.mark.triton
 @pytest.mark.parametrize(
     ("x", "weight", "message"),
     [
@@ -78,7 +78,7 @@ def test_what_does_not_fit_together_is_refused(weights, message):
         shared_input_linear(torch.ones(1, 4), weights)
 
 
-@pytest.mark.interpreter
+@pytest.mark.triton
 def test_kernel_compiles_ahead_of_time():
     script = Path(__file__).with_name("ahead_of_time_shared_input_linear.py")
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
