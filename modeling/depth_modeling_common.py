@@ -103,9 +103,17 @@ def is_exactly(module: object, *classes: type) -> bool:
     return any(isinstance(module, each) and issubclass(each, type(module)) for each in classes)
 
 
+def has_its_forward(module: nn.Module) -> bool:
+    """
+    Whether the forward is that of the class. A compiler checks before later calls that what is looked up is still the
+    same, which it does not for a key of the module's `__dict__`.
+    """
+    return getattr(module.forward, "__func__", None) is type(module).forward
+
+
 def calls_its_forward(module: nn.Module, *classes: type) -> bool:
     """Whether calling this module is nothing but the forward of one of these classes."""
-    return is_exactly(module, *classes) and "forward" not in module.__dict__ and not has_hooks(module)
+    return is_exactly(module, *classes) and has_its_forward(module) and not has_hooks(module)
 
 
 def has_local_weight(module: nn.Module) -> bool:

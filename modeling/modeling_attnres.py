@@ -31,6 +31,7 @@ from .depth_modeling_common import (
     apply_mlp,
     foreign_layer,
     has_hooks,
+    has_its_forward,
     is_exactly,
     runs_plainly,
 )
@@ -138,7 +139,7 @@ def is_bare(module: nn.Module, module_class: type[nn.Module], *parameters: str) 
     """
     return (
         is_exactly(module, module_class)
-        and "forward" not in module.__dict__
+        and has_its_forward(module)
         and not module._forward_pre_hooks
         and all(
             p is None or (type(p) in (nn.Parameter, torch.Tensor) and p.numel())

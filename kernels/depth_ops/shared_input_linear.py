@@ -36,8 +36,8 @@ def shared_input_linear(hidden_states: Tensor, weights: Sequence[Tensor], *, imp
     for i, weight in enumerate(weights):
         if weight.shape[1:] != hidden_states.shape[-1:] or weight.dtype is not hidden_states.dtype:
             raise ValueError(
-                f"weights[{i}] has shape {list(weight.shape)} and dtype {weight.dtype}: must be [*, "
-                f"{hidden_states.shape[-1]}] of {hidden_states.dtype}, as the hidden states have them."
+                f"weights[{i}] has shape {list(weight.shape)} and dtype {weight.dtype}: must be [D_i, D] for hidden "
+                f"states [..., D], which have shape {list(hidden_states.shape)} and dtype {hidden_states.dtype}."
             )
     if not weights:
         raise ValueError("weights is empty: there must be at least one.")

@@ -128,6 +128,29 @@ def test_decoding_with_kernels_reads_weights_of_one_input_together(family, build
     assert called
 
 
+@pytest.mark.interpreter
+@pytest.mark.two_families
+def test_forwards_replaced_after_compilation_are_called(family, build_awake, token_ids, logits_of):
+    model = build_awake(family, num_hidden_layers=2, depth_impl="triton")
+    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="eager")
+    layer = model.model.layers[1]
+    # one token, whose weight is 1 in its own attention, for what is read beside the modules in decoding only
+    cases = [(1, layer.mlp), (1, layer.mlp.down_proj), (1, layer.self_attn.v_proj), (3, layer.self_attn.q_norm)]
+    if hasattr(layer, "mlp_mixer"):
+        cases.append((3, layer.mlp_mixer.norm))
+    for length, module in cases:
+        ids = token_ids(1, length)
+        before = logits_of(compiled, ids, use_cache=False)
+
+        def changed(*args, own=module.forward):
+            return 10 * own(*args)
+
+        module.forward = changed
+        expected = logits_of(model, ids, use_cache=False)
+        assert (expected - before).abs().max() > 2e-4
+        assert_close(logits_of(compiled, ids, use_cache=False), expected)
+
+
 def test_depth_weights(build_awake, token_ids, counting, family):
     if not family.has_depth_weights:
         pytest.skip("this family returns none")

@@ -68,7 +68,7 @@ def test_explicit_kernel_does_not_fall_back(x, weight, message):
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ([torch.ones(3, 5)], r"weights\[0\] has shape \[3, 5\] .*must be \[\*, 4\] of torch.float32"),
+        ([torch.ones(3, 5)], r"weights\[0\] has shape \[3, 5\] .*must be \[D_i, D\] .* have shape \[1, 4\]"),
         ([torch.ones(3, 4), torch.ones(3, 4).half()], r"weights\[1\] .* dtype torch.float16"),
         ([], "there must be at least one"),
     ],
