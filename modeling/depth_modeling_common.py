@@ -104,11 +104,9 @@ def is_exactly(module: object, *classes: type) -> bool:
 
 
 def has_its_forward(module: nn.Module) -> bool:
-    """
-    Whether the forward is that of the class. A compiler checks before later calls that what is looked up is still the
-    same, which it does not for a key of the module's `__dict__`.
-    """
-    return getattr(module.forward, "__func__", None) is type(module).forward
+    """Whether the forward is that of the class, and not one that was put in its place."""
+    # of what is looked up, but not of keys of `__dict__`, a compiler checks before later calls that it is the same
+    return "forward" not in module.__dict__ and hasattr(module, "forward")
 
 
 def calls_its_forward(module: nn.Module, *classes: type) -> bool:

@@ -14,10 +14,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .depth_implementations import is_recorded, operation_namespace, without_autocast
+from .depth_implementations import without_autocast
 from .depth_value_mix_reference import accumulation_dtype
 from .moda_attention_triton import decode_forward, depth_merge_backward, depth_merge_forward
 from .sequence_attention import in_token_order, sequence_attention_backward, sequence_attention_forward
+from .typed_operations import DifferentiableOperation, Operation, new_like
 
 
 def moda_attention_forward(
@@ -31,6 +32,7 @@ def moda_attention_forward(
     scaling: float,
     is_causal: bool,
     implementation: str,
+    training: bool = False,
 ) -> list[Tensor]:
     """Output `[B, H, T, D]` and log-sum-exp `[B, H, T]`; `implementation` as `choose` gives it."""
     keys, values = _joined(depth_keys), _joined(depth_values)
@@ -64,7 +66,7 @@ def moda_attention_backward(
     it is given, of the depth query.
     """
     keys, values = _joined(depth_keys), _joined(depth_values)
-    slot_grads = [] if keys is None else [_new_slots(keys), _new_slots(values)]
+    slot_grads = [] if keys is None else [new_like(keys), new_like(values)]
     query_grads = joint_backward(
         *(output_grad, query, key, value, keys, values, depth_query, attention_mask, output, log_sum_exp),
         *(scaling, is_causal, implementation, slot_grads, None if keys is None else keys.shape[0]),
@@ -177,28 +179,11 @@ def _new_rows(tensor: Tensor) -> Tensor:
     return tensor.new_empty((batch, tokens, heads, head_dim)).transpose(1, 2)
 
 
-def _new_slots(slots: Tensor) -> Tensor:
-    return torch.empty_like(slots, memory_format=torch.contiguous_format)
-
-
 def _new_outputs(query: Tensor) -> list[Tensor]:
     return [_new_rows(query), query.new_empty(query.shape[:3], dtype=accumulation_dtype(query.dtype))]
 
 
-_NAMESPACE = operation_namespace(__name__)
-moda_attention_op = torch.library.custom_op(f"{_NAMESPACE}::moda_attention", moda_attention_forward, mutates_args=())
-moda_attention_backward_op = torch.library.custom_op(
-    f"{_NAMESPACE}::moda_attention_backward", moda_attention_backward, mutates_args=()
-)
-
-
-@moda_attention_op.register_fake
-def _(query, *_):
-    return _new_outputs(query)
-
-
-@moda_attention_backward_op.register_fake
-def _(output_grad, query, key, value, depth_keys, depth_values, depth_query, *_):
+def _new_grads(output_grad, query, key, value, depth_keys, depth_values, depth_query, *_) -> list[Tensor]:
     slots = [
         tensors[0].new_empty((sum(x.shape[0] for x in tensors), *tensors[0].shape[1:]))
         for tensors in (depth_keys, depth_values)
@@ -209,7 +194,7 @@ def _(output_grad, query, key, value, depth_keys, depth_values, depth_query, *_)
 
 
 def _save_for_backward(ctx, inputs, output):
-    query, key, value, keys, values, depth_query, attention_mask, *ctx.constants = inputs
+    query, key, value, keys, values, depth_query, attention_mask, *ctx.constants, _ = inputs
     ctx.entries = len(keys)
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(query, key, value, depth_query, attention_mask, *output, *keys, *values)
@@ -218,19 +203,15 @@ def _save_for_backward(ctx, inputs, output):
 def _backward(ctx, grads):
     query, key, value, depth_query, attention_mask, output, log_sum_exp, *slots = ctx.saved_tensors
     keys, values = slots[: ctx.entries], slots[ctx.entries :]
-    query_grad, key_grad, value_grad, *grads = moda_attention_backward_op(
+    query_grad, key_grad, value_grad, *grads = _run_backward(
         *(grads[0], query, key, value, keys, values, depth_query, attention_mask, output, log_sum_exp, *ctx.constants)
     )
     slot_grads = [list(x.split([slots.shape[0] for slots in keys])) for x in grads[:2]] if keys else [[], []]
     depth_query_grad = None if depth_query is None else grads[-1]
-    return query_grad, key_grad, value_grad, *slot_grads, depth_query_grad, *(None,) * 4
+    return query_grad, key_grad, value_grad, *slot_grads, depth_query_grad, *(None,) * 5
 
 
-moda_attention_op.register_autograd(_backward, setup_context=_save_for_backward)
-
-
-def run_moda_attention(query: Tensor, *arguments) -> list[Tensor]:
-    """The operation, without the dispatcher, which takes time, where nothing is trained or recorded."""
-    if torch.is_grad_enabled() or is_recorded() or type(query) is not Tensor:
-        return moda_attention_op(query, *arguments)
-    return moda_attention_forward(query, *arguments)
+_run_backward = Operation(moda_attention_backward, _new_grads)
+run_moda_attention = DifferentiableOperation(
+    moda_attention_forward, lambda query, *_: _new_outputs(query), _save_for_backward, _backward, lambda *_: []
+)

@@ -527,7 +527,7 @@ def test_typed_operation(implementation):
     query, key, value, keys, values, depth_query = tensors.values()
     for slots, other in (([], []), ([keys[:1], keys[1:]], [values[:1], values[1:]])):
         arguments = (query, key, value, slots, other, depth_query, random_mask(), 0.5, True, implementation)
-        torch.library.opcheck(moda_attention_joint.moda_attention_op, arguments)
+        torch.library.opcheck(moda_attention_joint.run_moda_attention.typed, (*arguments, True))
 
 
 @pytest.mark.parametrize("impl", FAST_IMPLS)
