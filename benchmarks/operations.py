@@ -3,7 +3,7 @@
 
 import itertools
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import torch
@@ -25,6 +25,17 @@ from .models import SIZES
 
 
 CALLS_PER_GRAPH = 6
+
+
+def require_close(operation: str, results: Iterable[torch.Tensor], expected: Iterable[torch.Tensor], *, limit: float):
+    """
+    Raises:
+        `RuntimeError`: if one of the results is off by as much, relative to its size.
+    """
+    for actual, exact in zip(results, expected, strict=True):
+        error = ((actual.double() - exact.double()).norm() / exact.double().norm()).item()
+        if not error < limit:
+            raise RuntimeError(f"{operation} is off by {error} from its reference.")
 
 
 def inputs(size: str, batch: int, tokens: int, *, sources: int, fused: bool) -> tuple[tuple, list[torch.Tensor]]:
@@ -70,10 +81,7 @@ def check(arguments: tuple, output_grads: list[torch.Tensor]) -> None:
             outputs = outputs[:2] * (query_norm is not None) + outputs[2:] * bool(values)
         grads = torch.autograd.grad(outputs, leaves, [grad.to(dtype) for grad in output_grads])
         results.append([*outputs, *grads])
-    for actual, expected in zip(*results, strict=True):
-        error = ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
-        if not error < 8e-3:
-            raise RuntimeError(f"The kernel is off by {error} from its reference.")
+    require_close("The kernel", *results, limit=8e-3)
 
 
 def in_graph(call: Callable[[int], object]) -> Callable[[], None]:
@@ -137,10 +145,7 @@ def check_moda(group: int) -> None:
     for dtype, impl in ((torch.bfloat16, "triton"), (torch.float64, "reference")):
         output = moda_attention(*(leaf.to(dtype) for leaf in leaves), impl=impl)
         results.append([output, *torch.autograd.grad(output, leaves, grad.to(dtype))])
-    for actual, expected in zip(*results, strict=True):
-        error = ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
-        if not error < 1.2e-2:
-            raise RuntimeError(f"moda_attention is off by {error} from its reference.")
+    require_close("moda_attention", *results, limit=1.2e-2)
 
 
 def moda(name: str, size: str, *, tokens: int, group: int, slots: int) -> Iterator[Measurement]:
@@ -236,10 +241,7 @@ def check_connection(size: int) -> None:
         [*outputs, *torch.autograd.grad(outputs, inputs, [grad.to(outputs[0].dtype) for grad in grads])]
         for outputs, inputs in ((ours, leaves), (exact, wide))
     ]
-    for actual, expected in zip(*results, strict=True):
-        error = ((actual.double() - expected).norm() / expected.norm()).item()
-        if not error < 1.2e-2:
-            raise RuntimeError(f"hyper_connection_read and _write are off by {error} from their reference.")
+    require_close("hyper_connection_read and _write", *results, limit=1.2e-2)
 
 
 def beside_copy(name: str, moved: int, ways: dict[str, Callable[[], object]]) -> Iterator[Measurement]:
@@ -324,10 +326,7 @@ def average(name: str, size: str, *, sources: int, backward: bool) -> Iterator[M
     for inputs, impl in ((short, "triton"), (wide, "reference")):
         outputs = way(impl)(inputs)
         results.append([*outputs, *torch.autograd.grad(outputs, inputs, [grad[:300].to(inputs[0].dtype)])])
-    for actual, expected in zip(*results, strict=True):
-        error = ((actual.double() - expected).norm() / expected.norm()).item()
-        if not error < 8e-3:
-            raise RuntimeError(f"depth_average is off by {error} from its reference.")
+    require_close("depth_average", *results, limit=8e-3)
 
     ways = {"depthmix": way("triton"), "reference": way("reference"), "compiled": torch.compile(way("reference"))}
     steps = {model: partial(_run, each, leaves, [grad] if backward else None) for model, each in ways.items()}
@@ -343,10 +342,8 @@ def one_token(name: str, size: str, *, hidden_size: int, sizes: tuple[int, ...])
     layers = [
         [torch.randn(rows, hidden_size, device="cuda", dtype=torch.bfloat16) for rows in sizes] for _ in range(16)
     ]
-    for ours, weight in zip(shared_input_linear(x, layers[0], impl="triton"), layers[0], strict=True):
-        exact = F.linear(x.double(), weight.double())
-        if not (error := ((ours.double() - exact).norm() / exact.norm()).item()) < 4e-3:
-            raise RuntimeError(f"shared_input_linear is off by {error} from the products.")
+    exact = [F.linear(x.double(), weight.double()) for weight in layers[0]]
+    require_close("shared_input_linear", shared_input_linear(x, layers[0], impl="triton"), exact, limit=4e-3)
 
     def together():
         for weights in layers:
