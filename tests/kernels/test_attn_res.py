@@ -1,13 +1,8 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """`attn_res` and its two phases: against fixed numbers and plain Python; the kernels on a GPU or else interpreted."""
 
-import json
 import math
-import os
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -575,13 +570,8 @@ class TestErrors:
 
 @needs_triton
 @pytest.mark.slow
-def test_compiles_ahead_of_time_for_every_gpu():
-    """In a process of its own, since kernels here are interpreted."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = Path(__file__).with_name("ahead_of_time_attn_res.py")
-    process = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
-    assert process.returncode == 0, process.stderr
-    compiled = json.loads(process.stdout)
+def test_compiles_ahead_of_time_for_every_gpu(compiled_ahead_of_time):
+    compiled = compiled_ahead_of_time("ahead_of_time_attn_res.py")
     assert {launch["target"] for launch in compiled} == {"sm_80", "sm_90", "sm_100", "gfx942"}
     for launch in compiled:
         assert launch["shared_memory"] <= launch["shared_memory_limit"], launch

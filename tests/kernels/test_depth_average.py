@@ -1,12 +1,6 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """`depth_average`: the reference against plain sums, the kernels, on a GPU or else interpreted, against it."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -161,12 +155,8 @@ def test_unknown_implementation():
 
 @pytest.mark.slow
 @pytest.mark.triton
-def test_kernels_compile_ahead_of_time():
-    script = Path(__file__).with_name("ahead_of_time_depth_average.py")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    compiled = json.loads(run.stdout)
+def test_kernels_compile_ahead_of_time(compiled_ahead_of_time):
+    compiled = compiled_ahead_of_time("ahead_of_time_depth_average.py")
     assert {(entry["kernel"], entry["target"]) for entry in compiled} == {
         (f"depth_average_{direction}_kernel", target)
         for direction in ("fwd", "bwd")

@@ -1,12 +1,6 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """`hyper_connection_read` and `hyper_connection_write`: the kernels, on a GPU or else interpreted."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -284,12 +278,8 @@ def test_alphas_of_several_numbers():
 
 
 @pytest.mark.slow
-def test_kernels_compile_ahead_of_time():
-    script = Path(__file__).with_name("ahead_of_time_hyper_connection.py")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    compiled = json.loads(run.stdout)
+def test_kernels_compile_ahead_of_time(compiled_ahead_of_time):
+    compiled = compiled_ahead_of_time("ahead_of_time_hyper_connection.py")
     operations = ("score", "maps_fwd", "mix", "pre_grad", "maps_bwd", "fold", "streams_grad", "projection_grad")
     operations += ("parameter_grad", "write_fwd", "write_bwd")
     names = {f"hyper_connection_{name}_kernel" for name in operations}

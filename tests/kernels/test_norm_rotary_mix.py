@@ -3,12 +3,6 @@
 `norm_rotary_mix`, and the kernels behind it and behind `depth_value_mix`: on a GPU if there is one, else interpreted.
 """
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -493,13 +487,8 @@ class TestErrors:
 
 @pytest.mark.triton
 @pytest.mark.slow
-def test_compiles_ahead_of_time_for_every_gpu():
-    """In a process of its own, since kernels here are interpreted."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = Path(__file__).with_name("ahead_of_time.py")
-    process = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
-    assert process.returncode == 0, process.stderr
-    compiled = json.loads(process.stdout)
+def test_compiles_ahead_of_time_for_every_gpu(compiled_ahead_of_time):
+    compiled = compiled_ahead_of_time("ahead_of_time.py")
     assert {launch["target"] for launch in compiled} == {"sm_80", "sm_90", "sm_100", "gfx942"}
     for launch in compiled:
         assert launch["shared_memory"] <= launch["shared_memory_limit"], launch

@@ -1,12 +1,6 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """`shared_input_linear`: the reference against products, the kernel, on a GPU or else interpreted, against it."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -79,12 +73,8 @@ def test_what_does_not_fit_together_is_refused(weights, message):
 
 
 @pytest.mark.triton
-def test_kernel_compiles_ahead_of_time():
-    script = Path(__file__).with_name("ahead_of_time_shared_input_linear.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    compiled = json.loads(run.stdout)
+def test_kernel_compiles_ahead_of_time(compiled_ahead_of_time):
+    compiled = compiled_ahead_of_time("ahead_of_time_shared_input_linear.py")
     assert {entry["target"] for entry in compiled} == {"sm_80", "sm_90", "sm_100", "gfx942"}
     for entry in compiled:
         assert entry["shared_memory"] <= entry["shared_memory_limit"], entry
