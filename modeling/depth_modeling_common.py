@@ -21,6 +21,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, app
 from transformers.utils.generic import can_return_tuple
 
 from depthmix.kernels.depth_implementations import (
+    PLAIN_TENSORS,
     autocast_dtype,
     in_compiled_decoding,
     left_to_compiler,
@@ -116,7 +117,7 @@ def calls_its_forward(module: nn.Module, *classes: type) -> bool:
 
 def has_local_weight(module: nn.Module) -> bool:
     # fake ones stand for parameters when a model is exported
-    return type(module.weight) in (nn.Parameter, torch.Tensor, FakeTensor)
+    return type(module.weight) in (*PLAIN_TENSORS, FakeTensor)
 
 
 def runs_plainly(norm: nn.Module) -> bool:

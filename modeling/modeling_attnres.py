@@ -22,7 +22,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from depthmix.configuration.configuration_attnres import AttnResConfig
 from depthmix.kernels.attn_res import attn_res, attn_res_phase_1, attn_res_phase_2, attn_res_weights
-from depthmix.kernels.depth_implementations import check_implementation
+from depthmix.kernels.depth_implementations import PLAIN_TENSORS, check_implementation
 
 from .depth_modeling_common import (
     HOST_CACHE_NAME,
@@ -142,7 +142,7 @@ def is_bare(module: nn.Module, module_class: type[nn.Module], *parameters: str) 
         and has_its_forward(module)
         and not module._forward_pre_hooks
         and all(
-            p is None or (type(p) in (nn.Parameter, torch.Tensor) and p.numel())
+            p is None or (type(p) in PLAIN_TENSORS and p.numel())
             for p in (getattr(module, name) for name in parameters)
         )
     )

@@ -187,5 +187,5 @@ _run_backward = Operation(
     depth_average_backward, lambda average_grad, sources, weight: [*map(new_like, sources), new_like(weight)]
 )
 run_depth_average = DifferentiableOperation(
-    depth_average_forward, lambda sources, *_: [new_like(sources[0])], _save, _backward, lambda *_: []
+    depth_average_forward, lambda sources, *_: [new_like(sources[0])], _save, _backward
 )

@@ -982,5 +982,4 @@ run_hyper_connection_write = DifferentiableOperation(
     lambda streams, *_: [new_like(streams)],
     _save_write,
     _backward_write,
-    lambda *_: [],
 )

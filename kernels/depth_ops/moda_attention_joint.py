@@ -213,5 +213,5 @@ def _backward(ctx, grads):
 
 _run_backward = Operation(moda_attention_backward, _new_grads)
 run_moda_attention = DifferentiableOperation(
-    moda_attention_forward, lambda query, *_: _new_outputs(query), _save_for_backward, _backward, lambda *_: []
+    moda_attention_forward, lambda query, *_: _new_outputs(query), _save_for_backward, _backward
 )

@@ -16,12 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .depth_implementations import (
-    device_of,
-    divide_up,
-    power_of_2_from,
-    triton_obstacle,
-)
+from .depth_implementations import device_of, divide_up, power_of_2_from, triton_obstacle
 from .typed_operations import DifferentiableOperation, Operation
 
 
@@ -632,5 +627,4 @@ run_norm_rotary_mix = DifferentiableOperation(
     ),
     _save_for_backward,
     _backward,
-    lambda *_: [],
 )

@@ -52,11 +52,16 @@ class DifferentiableOperation(Operation):
     Args:
         save, backward (callable): As `torch.library.register_autograd` takes them; the backward may get gradients of
             what is handed on, after those of the outputs.
-        handed_on (callable): Gives these, with the same arguments.
+        handed_on (callable, *optional*): Gives these, with the same arguments; by default there are none.
     """
 
     def __init__(
-        self, function: Callable, new_outputs: Callable, save: Callable, backward: Callable, handed_on: Callable
+        self,
+        function: Callable,
+        new_outputs: Callable,
+        save: Callable,
+        backward: Callable,
+        handed_on: Callable = lambda *inputs: [],
     ):
         super().__init__(function, new_outputs)
         self.save, self.backward, self.handed_on = save, backward, handed_on
