@@ -1,19 +1,16 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
-"""Configuration of the dense decoder with Attention Residuals (arXiv 2603.15031)."""
+"""Configurations of Attention Residuals (arXiv 2603.15031)."""
 
+from dataclasses import dataclass, field
 from typing import Literal
 
-from huggingface_hub.dataclasses import strict
-
-from .configuration_dense_decoder import DenseDecoderConfig
-from .configuration_depth_common import check_decoder_shape
+from .configuration_depth_common import DepthMixingFields
+from .depth_backbones import ConfigurationClasses
 
 
-@strict
-class AttnResConfig(DenseDecoderConfig):
+@dataclass(kw_only=True)
+class AttnResFields(DepthMixingFields):
     r"""
-    Configuration of [`AttnResModel`]: every field of [`DenseDecoderConfig`], and the following.
-
     A decoder layer has two sub-layers, its attention and its MLP. What a sub-layer reads is not the sum of all earlier
     outputs but a mix of sources, weighted by a softmax over depth; one more mix stands before the final norm.
 
@@ -34,13 +31,10 @@ class AttnResConfig(DenseDecoderConfig):
             for 0.0 with the others.
         attnres_scale (`str`, *optional*, defaults to `"mean"`):
             `"mean"` is the paper's weighted average. `"sum"` multiplies it by the number of sources: with
-            pseudo-queries of zero, at which they start, the model then is the vanilla pre-norm decoder.
+            pseudo-queries of zero, at which they start, the model then is the vanilla decoder. On backbones whose
+            sub-layers read the stream without a norm (OLMo2, OLMo3), the two differ from the start.
         output_depth_weights (`bool`, *optional*, defaults to `False`):
             Whether the model returns the weights of the mixing by default.
-
-    Raises:
-        `huggingface_hub.errors.StrictDataclassError`: for a value of the wrong type or out of range; the message names
-            the field, the value and the rule. (`ValueError` from the model, for one that was set later.)
 
     ```python
     >>> from depthmix import AttnResConfig
@@ -50,13 +44,17 @@ class AttnResConfig(DenseDecoderConfig):
     ```
     """
 
-    model_type = "attnres"
-
-    attnres_variant: Literal["block", "full", "cumulative"] = "block"
-    attnres_block_size: int | None = None
-    attnres_recency_bias: bool = False
+    attnres_variant: Literal["block", "full", "cumulative"] = field(
+        default="block", metadata={"help": "what the sources are"}
+    )
+    attnres_block_size: int | None = field(default=None, metadata={"help": "number of sub-layers in a block"})
+    attnres_recency_bias: bool = field(
+        default=False, metadata={"help": "whether the last source has a learned bias on its logit"}
+    )
     attnres_recency_bias_init: float | int | None = None
-    attnres_scale: Literal["mean", "sum"] = "mean"
+    attnres_scale: Literal["mean", "sum"] = field(
+        default="mean", metadata={"help": "the average of the sources, or that times their number"}
+    )
     output_depth_weights: bool = False
 
     def __post_init__(self, **kwargs):
@@ -75,7 +73,7 @@ class AttnResConfig(DenseDecoderConfig):
 
     def validate_depth_mixing(self):
         """Part of the `@strict` validation, which runs on construction and before saving."""
-        check_decoder_shape(self)
+        super().validate_depth_mixing()
         size, variant = self._resolved_block_size, self.attnres_variant
         if size < 1:
             raise ValueError(
@@ -120,4 +118,21 @@ class AttnResConfig(DenseDecoderConfig):
         return tuple(-(-site // size) for site in sites)
 
 
-__all__ = ["AttnResConfig"]
+CONFIGURATIONS = ConfigurationClasses(
+    __name__,
+    prefix="AttnRes",
+    model_type="attnres",
+    fields=AttnResFields,
+    backbones=(
+        "dense",
+        "mistral",
+        "smollm3",
+        "olmo2",
+        "olmo3",
+        "qwen3_moe",
+        "olmoe",
+        "kimi_linear",
+    ),
+)
+__getattr__ = CONFIGURATIONS.module_getattr()
+__all__ = ["CONFIGURATIONS", "AttnResFields"]

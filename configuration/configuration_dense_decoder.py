@@ -6,13 +6,11 @@ from typing import Literal
 from huggingface_hub.dataclasses import strict
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
-from .configuration_depth_common import take_model_type
-
 
 @strict
 class DenseDecoderConfig(Qwen3Config):
     r"""
-    What the configurations of the families on this backbone share: every field of [`~transformers.Qwen3Config`], and
+    The backbone `dense`: every field of [`~transformers.Qwen3Config`], and
     the following, by which the three backbones differ.
 
     | | `use_qk_norm` | `attention_bias` | `attention_output_bias` | `mlp_bias` |
@@ -32,27 +30,16 @@ class DenseDecoderConfig(Qwen3Config):
             `attention_bias`, which is that of the other three projections, and is replaced by it on construction.
         mlp_bias (`bool`, *optional*, defaults to `False`):
             Whether the projections of the MLP have biases.
-        depth_impl (`str`, *optional*, defaults to `"auto"`):
-            Implementation of the operations of [`~depthmix.kernels`]: `"triton"`, `"reference"` (pure PyTorch) or
-            `"auto"`.
-
-    Raises:
-        `ValueError`: if the fields are those of a model type that is neither this one nor Qwen3. Such a checkpoint
-            has to be converted.
     """
 
     model_type = "dense_decoder"
-    # a stage of a pipeline would need tensors of earlier layers besides the hidden states
-    base_model_pp_plan = None
 
     use_qk_norm: bool = True
     key_norm_position: Literal["before_rope", "after_rope"] = "before_rope"
     attention_output_bias: bool | None = None
     mlp_bias: bool = False
-    depth_impl: Literal["auto", "triton", "reference"] = "auto"
 
     def __post_init__(self, **kwargs):
-        take_model_type(self, kwargs)
         if self.attention_output_bias is None:
             self.attention_output_bias = self.attention_bias
         if not self.use_qk_norm:

@@ -1,30 +1,24 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
-"""Configuration of the dense decoder with depth-weighted averages (DenseFormer, arXiv 2402.02622)."""
+"""Configurations of depth-weighted averages (DenseFormer, arXiv 2402.02622)."""
 
-from huggingface_hub.dataclasses import strict
+from dataclasses import dataclass, field
 
-from .configuration_dense_decoder import DenseDecoderConfig
-from .configuration_depth_common import check_decoder_shape
+from .configuration_depth_common import DepthMixingFields
+from .depth_backbones import ConfigurationClasses
 
 
-@strict
-class DenseFormerConfig(DenseDecoderConfig):
+@dataclass(kw_only=True)
+class DenseFormerFields(DepthMixingFields):
     r"""
-    Configuration of [`DenseFormerModel`]: every field of [`DenseDecoderConfig`], and the following.
-
     After a decoder layer the hidden states are replaced by an average of the embedding and of the outputs of this and
     all earlier layers, whose weights are learned numbers: they do not depend on the input and are not normalised. At
     the start it is the layer's own output, so that the model is the vanilla decoder (section 3 of the paper).
 
     Args:
         dwa_dilation (`int`, *optional*, defaults to 1):
-            An average reads every so-manieth of them, the layer's own output among them.
+            An average reads every n-th of them, the layer's own output among them.
         dwa_period (`int`, *optional*, defaults to 1):
-            There is an average after every so-manieth layer.
-
-    Raises:
-        `huggingface_hub.errors.StrictDataclassError`: for a value of the wrong type or out of range; the message names
-            the field, the value and the rule. (`ValueError` from the model, for one that was set later.)
+            There is an average after every n-th layer.
 
     ```python
     >>> from depthmix import DenseFormerConfig
@@ -34,17 +28,15 @@ class DenseFormerConfig(DenseDecoderConfig):
     ```
     """
 
-    model_type = "denseformer"
-
-    dwa_dilation: int = 1
-    dwa_period: int = 1
+    dwa_dilation: int = field(default=1, metadata={"help": "an average reads every N-th layer"})
+    dwa_period: int = field(default=1, metadata={"help": "there is an average after every N-th layer"})
 
     def validate_depth_mixing(self):
         """Part of the `@strict` validation, which runs on construction and before saving."""
-        check_decoder_shape(self)
-        for field in ("dwa_dilation", "dwa_period"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field}={getattr(self, field)}: must be a positive number of layers.")
+        super().validate_depth_mixing()
+        for name in ("dwa_dilation", "dwa_period"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be a positive number of layers.")
 
     @property
     def average_sources(self) -> tuple[tuple[int, ...], ...]:
@@ -60,4 +52,21 @@ class DenseFormerConfig(DenseDecoderConfig):
         )
 
 
-__all__ = ["DenseFormerConfig"]
+CONFIGURATIONS = ConfigurationClasses(
+    __name__,
+    prefix="DenseFormer",
+    model_type="denseformer",
+    fields=DenseFormerFields,
+    backbones=(
+        "dense",
+        "mistral",
+        "smollm3",
+        "olmo2",
+        "olmo3",
+        "qwen3_moe",
+        "olmoe",
+        "kimi_linear",
+    ),
+)
+__getattr__ = CONFIGURATIONS.module_getattr()
+__all__ = ["CONFIGURATIONS", "DenseFormerFields"]

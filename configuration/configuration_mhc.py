@@ -1,19 +1,16 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
-"""Configuration of the dense decoder with manifold-constrained hyper-connections (mHC, arXiv 2512.24880)."""
+"""Configurations of manifold-constrained hyper-connections (mHC, arXiv 2512.24880)."""
 
+from dataclasses import dataclass, field
 from typing import Literal
 
-from huggingface_hub.dataclasses import strict
-
-from .configuration_dense_decoder import DenseDecoderConfig
-from .configuration_depth_common import check_decoder_shape
+from .configuration_depth_common import DepthMixingFields
+from .depth_backbones import ConfigurationClasses
 
 
-@strict
-class MHCConfig(DenseDecoderConfig):
+@dataclass(kw_only=True)
+class MHCFields(DepthMixingFields):
     r"""
-    Configuration of [`MHCModel`]: every field of [`DenseDecoderConfig`], and the following.
-
     The residual stream is widened to several. Before a sub-layer they are summed with weights between 0 and 1; after
     it they are mixed by a matrix that is made doubly stochastic by Sinkhorn iterations, and each gets the sub-layer's
     output times a weight between 0 and 2. All three depend on the streams at the token (section 4 of the paper).
@@ -28,22 +25,18 @@ class MHCConfig(DenseDecoderConfig):
             stream is an average of the old ones; the weights released with arXiv 2606.05014 need `"rows_first"`.
         mhc_alpha_init (`float`, *optional*, defaults to 0.01):
             What the factors start at by which the part of the maps that depends on the streams is multiplied.
-
-    Raises:
-        `huggingface_hub.errors.StrictDataclassError`: for a value of the wrong type or out of range; the message names
-            the field, the value and the rule. (`ValueError` from the model, for one that was set later.)
     """
 
-    model_type = "mhc"
-
-    mhc_num_streams: int = 4
-    mhc_sinkhorn_iters: int = 20
-    mhc_sinkhorn_order: Literal["columns_first", "rows_first"] = "columns_first"
+    mhc_num_streams: int = field(default=4, metadata={"help": "number of residual streams"})
+    mhc_sinkhorn_iters: int = field(default=20, metadata={"help": "number of Sinkhorn iterations"})
+    mhc_sinkhorn_order: Literal["columns_first", "rows_first"] = field(
+        default="columns_first", metadata={"help": "by which sums an iteration divides first"}
+    )
     mhc_alpha_init: float | int = 0.01
 
     def validate_depth_mixing(self):
         """Part of the `@strict` validation, which runs on construction and before saving."""
-        check_decoder_shape(self)
+        super().validate_depth_mixing()
         if self.mhc_num_streams < 2:
             raise ValueError(
                 f"mhc_num_streams={self.mhc_num_streams}: must be at least 2; with one stream there is nothing to mix."
@@ -52,4 +45,21 @@ class MHCConfig(DenseDecoderConfig):
             raise ValueError(f"mhc_sinkhorn_iters={self.mhc_sinkhorn_iters}: must be a positive number of iterations.")
 
 
-__all__ = ["MHCConfig"]
+CONFIGURATIONS = ConfigurationClasses(
+    __name__,
+    prefix="MHC",
+    model_type="mhc",
+    fields=MHCFields,
+    backbones=(
+        "dense",
+        "mistral",
+        "smollm3",
+        "olmo2",
+        "olmo3",
+        "qwen3_moe",
+        "olmoe",
+        "kimi_linear",
+    ),
+)
+__getattr__ = CONFIGURATIONS.module_getattr()
+__all__ = ["CONFIGURATIONS", "MHCFields"]

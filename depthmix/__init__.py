@@ -4,6 +4,8 @@ Cross-layer (depth) mixing for Hugging Face Transformers.
 
 Importing this package registers its configurations and models with the Auto classes of transformers, and makes every
 save of them carry the code that is needed to load it without this package.
+
+Each class of a method on a backbone is an attribute here, such as `DepthQwen3ForCausalLM` or `AttnResOlmo2Config`.
 """
 
 from pkgutil import extend_path
@@ -13,59 +15,23 @@ from pkgutil import extend_path
 __path__ = extend_path(__path__, __name__)
 
 from depthmix.auto import register
-from depthmix.configuration import AttnResConfig, DenseFormerConfig, DepthQwen3Config, MHCConfig, MoDAOlmo2Config
-from depthmix.modeling import (
-    AttnResForCausalLM,
-    AttnResForSequenceClassification,
-    AttnResModel,
-    AttnResPreTrainedModel,
-    DenseFormerForCausalLM,
-    DenseFormerForSequenceClassification,
-    DenseFormerModel,
-    DenseFormerPreTrainedModel,
-    DepthQwen3ForCausalLM,
-    DepthQwen3ForSequenceClassification,
-    DepthQwen3Model,
-    DepthQwen3PreTrainedModel,
-    MHCForCausalLM,
-    MHCForSequenceClassification,
-    MHCModel,
-    MHCPreTrainedModel,
-    MoDAOlmo2ForCausalLM,
-    MoDAOlmo2ForSequenceClassification,
-    MoDAOlmo2Model,
-    MoDAOlmo2PreTrainedModel,
-)
+from depthmix.families import FAMILIES
 from depthmix.version import __version__
 
 
 register()
 
-__all__ = [
-    "AttnResConfig",
-    "AttnResForCausalLM",
-    "AttnResForSequenceClassification",
-    "AttnResModel",
-    "AttnResPreTrainedModel",
-    "DenseFormerConfig",
-    "DenseFormerForCausalLM",
-    "DenseFormerForSequenceClassification",
-    "DenseFormerModel",
-    "DenseFormerPreTrainedModel",
-    "DepthQwen3Config",
-    "DepthQwen3ForCausalLM",
-    "DepthQwen3ForSequenceClassification",
-    "DepthQwen3Model",
-    "DepthQwen3PreTrainedModel",
-    "MHCConfig",
-    "MHCForCausalLM",
-    "MHCForSequenceClassification",
-    "MHCModel",
-    "MHCPreTrainedModel",
-    "MoDAOlmo2Config",
-    "MoDAOlmo2ForCausalLM",
-    "MoDAOlmo2ForSequenceClassification",
-    "MoDAOlmo2Model",
-    "MoDAOlmo2PreTrainedModel",
-    "__version__",
-]
+_ENDINGS = ("Config", "PreTrainedModel", "Model", "ForCausalLM", "ForSequenceClassification")
+_CLASSES = {f"{family.prefix}{ending}": (family, ending) for family in FAMILIES.values() for ending in _ENDINGS}
+__all__ = sorted([*_CLASSES, "__version__"])
+
+
+def __getattr__(name: str) -> type:
+    if name not in _CLASSES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    family, ending = _CLASSES[name]
+    return family.find_class(ending)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,57 +1,22 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """Registration with the Auto classes of transformers."""
 
-from importlib import import_module
-
 import transformers
 
+from depthmix.families import FAMILIES, HEADS
 from depthmix.hub import ship_remote_code
 
 
-# model type -> Auto class -> module and class; also what `auto_map` in a saved config.json says.
-# the config comes first, and the base model is there for servers, which load it instead of a head
-AUTO_MAPS = {
-    "attnres": {
-        "AutoConfig": "configuration_attnres.AttnResConfig",
-        "AutoModel": "modeling_attnres.AttnResModel",
-        "AutoModelForCausalLM": "modeling_attnres.AttnResForCausalLM",
-        "AutoModelForSequenceClassification": "modeling_attnres.AttnResForSequenceClassification",
-    },
-    "denseformer": {
-        "AutoConfig": "configuration_denseformer.DenseFormerConfig",
-        "AutoModel": "modeling_denseformer.DenseFormerModel",
-        "AutoModelForCausalLM": "modeling_denseformer.DenseFormerForCausalLM",
-        "AutoModelForSequenceClassification": "modeling_denseformer.DenseFormerForSequenceClassification",
-    },
-    "depth_qwen3": {
-        "AutoConfig": "configuration_depth_qwen3.DepthQwen3Config",
-        "AutoModel": "modeling_depth_qwen3.DepthQwen3Model",
-        "AutoModelForCausalLM": "modeling_depth_qwen3.DepthQwen3ForCausalLM",
-        "AutoModelForSequenceClassification": "modeling_depth_qwen3.DepthQwen3ForSequenceClassification",
-    },
-    "mhc": {
-        "AutoConfig": "configuration_mhc.MHCConfig",
-        "AutoModel": "modeling_mhc.MHCModel",
-        "AutoModelForCausalLM": "modeling_mhc.MHCForCausalLM",
-        "AutoModelForSequenceClassification": "modeling_mhc.MHCForSequenceClassification",
-    },
-    "moda_olmo2": {
-        "AutoConfig": "configuration_moda_olmo2.MoDAOlmo2Config",
-        "AutoModel": "modeling_moda_olmo2.MoDAOlmo2Model",
-        "AutoModelForCausalLM": "modeling_moda_olmo2.MoDAOlmo2ForCausalLM",
-        "AutoModelForSequenceClassification": "modeling_moda_olmo2.MoDAOlmo2ForSequenceClassification",
-    },
-}
+# model type -> Auto class -> module and class; also what `auto_map` in a saved config.json says
+AUTO_MAPS = {model_type: family.auto_map for model_type, family in FAMILIES.items()}
 
 
 def auto_classes(model_type: str) -> dict[str, type]:
     """The classes that `AUTO_MAPS` names for a model type, by the name of their Auto class."""
-    classes = {}
-    for auto_class, reference in AUTO_MAPS[model_type].items():
-        module, name = reference.split(".")
-        folder = module.split("_")[0]
-        classes[auto_class] = getattr(import_module(f"depthmix.{folder}.{module}"), name)
-    return classes
+    family = FAMILIES[model_type]
+    return {"AutoConfig": family.find_class("Config")} | {
+        auto_class: family.find_class(ending) for auto_class, ending in HEADS.items()
+    }
 
 
 def register() -> None:

@@ -1,10 +1,10 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """
-The dense decoder with Attention Residuals (arXiv 2603.15031).
+Attention Residuals (arXiv 2603.15031).
 
-A sub-layer reads no sum of all earlier outputs but a mix of sources at the same token, which a learned query weighs.
-The hidden states that travel from layer to layer are the running sum, the last of the sources; the finished sources
-travel beside them as flat positional tensors, outside every module, and nothing of them outlives a call.
+A sub-layer reads no sum of all earlier outputs but a softmax-weighted average of sources at the same token, with a
+learned query. The hidden states that travel from layer to layer are the running sum, the last of the sources; the
+finished sources travel beside them.
 
 The queries do not depend on the input. So the finished sources are mixed once for all sub-layers of a block (phase 1),
 by the model if the parameters of these layers are at hand there. Where they are not (sharded or offloaded layer by
@@ -17,32 +17,16 @@ import torch
 from torch import nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache
-from transformers.utils.generic import merge_with_config_defaults
-from transformers.utils.output_capturing import capture_outputs
+from transformers.configuration_utils import PreTrainedConfig
 
-from depthmix.configuration.configuration_attnres import AttnResConfig
+from depthmix.configuration.configuration_attnres import CONFIGURATIONS
 from depthmix.kernels.attn_res import attn_res, attn_res_phase_1, attn_res_phase_2, attn_res_weights
-from depthmix.kernels.depth_implementations import PLAIN_TENSORS, check_implementation
+from depthmix.kernels.depth_implementations import check_implementation
 
-from .depth_modeling_common import (
-    HOST_CACHE_NAME,
-    DepthModelOutputWithPast,
-    accepts_both_cache_names,
-    apply_mlp,
-    foreign_layer,
-    has_hooks,
-    has_its_forward,
-    is_exactly,
-    runs_plainly,
-)
-from .modeling_dense_decoder import (
-    DenseDecoderAttention,
-    DenseDecoderForCausalLM,
-    DenseDecoderForSequenceClassification,
-    DenseDecoderLayer,
-    DenseDecoderModel,
-    DenseDecoderPreTrainedModel,
-)
+from .decoder_layers import DecoderLayer
+from .depth_decoder import DepthDecoderModel, DepthPreTrainedModel, Ledger, ModelClasses, foreign_layer
+from .lent_weights import has_hooks, is_bare, runs_plainly
+from .transformers_versions import accepts_both_cache_names
 
 
 class AttnResKeyNorm(nn.Module):
@@ -59,7 +43,7 @@ class AttnResKeyNorm(nn.Module):
 class AttnResMixer(nn.Module):
     """The mix of sources that one sub-layer, or the final norm, reads."""
 
-    def __init__(self, config: AttnResConfig):
+    def __init__(self, config: PreTrainedConfig):
         super().__init__()
         check_implementation(config.depth_impl, "attn_res")
         self.pseudo_query = nn.Parameter(torch.zeros(config.hidden_size))
@@ -131,23 +115,6 @@ class AttnResMixer(nn.Module):
         return partial, mixed, weights
 
 
-def is_bare(module: nn.Module, module_class: type[nn.Module], *parameters: str) -> bool:
-    """
-    Whether reading these parameters of a module, all it has, is as good as calling it. It is not where something has
-    wrapped it (adapters, checkpointing), changed its class (FSDP2) or its forward (offloading), or partitioned its
-    parameters, or where a hook sets them first (pruning) or changes what the module gets.
-    """
-    return (
-        is_exactly(module, module_class)
-        and has_its_forward(module)
-        and not module._forward_pre_hooks
-        and all(
-            p is None or (type(p) in PLAIN_TENSORS and p.numel())
-            for p in (getattr(module, name) for name in parameters)
-        )
-    )
-
-
 def is_bare_mixer(mixer: nn.Module) -> bool:
     return (
         is_bare(mixer, AttnResMixer, "pseudo_query", "recency_bias")
@@ -177,7 +144,7 @@ def mix_for_all(
 
 def mix_and_norm(
     mixer: nn.Module,
-    norm: nn.Module,
+    norm: nn.Module | None,
     partial: torch.Tensor | None,
     update: torch.Tensor | None,
     sources: Sequence[torch.Tensor],
@@ -185,17 +152,17 @@ def mix_and_norm(
     output_depth_weights: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """
-    A mixer and the norm after it, as one operation where nothing depends on the norm being called. The operation has
-    one epsilon.
+    A mixer and the norm after it, if there is one, as one operation where nothing depends on the norm being called.
+    The operation has one epsilon.
     """
     norm_weight = None
-    if runs_plainly(norm) and norm.variance_epsilon == getattr(mixer, "eps", None):
+    if norm is not None and runs_plainly(norm) and norm.variance_epsilon == getattr(mixer, "eps", None):
         norm_weight = norm.weight
     partial, mixed, weights = mixer(partial, update, sources, phase_1, norm_weight, output_depth_weights)
-    return partial, norm(mixed) if norm_weight is None else mixed, weights
+    return partial, mixed if norm is None or norm_weight is not None else norm(mixed), weights
 
 
-class AttnResDecoderLayer(DenseDecoderLayer):
+class AttnResLayer(DecoderLayer):
     """
     Two sub-layers. After the hidden states, which are the running sum, the layer takes the finished sources as
     positional tensors, and, where the model has mixed them already, the result for each of its two mixers
@@ -203,7 +170,7 @@ class AttnResDecoderLayer(DenseDecoderLayer):
     weights of its two mixes.
     """
 
-    def __init__(self, config: AttnResConfig, layer_idx: int):
+    def __init__(self, config: PreTrainedConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         self.attn_mixer = AttnResMixer(config)
         self.mlp_mixer = AttnResMixer(config)
@@ -218,11 +185,7 @@ class AttnResDecoderLayer(DenseDecoderLayer):
         self,
         hidden_states: torch.Tensor,
         *depth_tensors: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
         past_key_values: Cache | None = None,
-        use_cache: bool | None = False,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         output_depth_weights: bool = False,
         **kwargs,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
@@ -234,22 +197,14 @@ class AttnResDecoderLayer(DenseDecoderLayer):
 
         partial, mixed, attn_depth_weights = mix_and_norm(
             self.attn_mixer,
-            self.input_layernorm,
+            self.norm_at(0),
             hidden_states,
             None,
             sources,
             phase_1[:for_attention],
             output_depth_weights,
         )
-        update, _ = self.self_attn(
-            hidden_states=mixed,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            position_embeddings=position_embeddings,
-            **kwargs,
-        )
+        update = self.attend_normalised(mixed, past_key_values=past_key_values, **kwargs)
         ended = ()
         if self.ends_block_before_attention:
             # FSDP2, which warns of modules that return views, makes one of what goes in
@@ -261,14 +216,14 @@ class AttnResDecoderLayer(DenseDecoderLayer):
         started = update if partial is None else None
         partial, mixed, mlp_depth_weights = mix_and_norm(
             self.mlp_mixer,
-            self.post_attention_layernorm,
+            self.norm_at(2),
             partial,
             update,
             sources,
             phase_1[for_attention:],
             output_depth_weights,
         )
-        update, *_ = apply_mlp(self.mlp, mixed, self.depth_impl)
+        update = self.feed_forward_normalised(mixed)
         if self.ends_block_before_mlp:
             outputs = update.to(partial.dtype), *ended, partial if started is None else started
         else:
@@ -278,15 +233,85 @@ class AttnResDecoderLayer(DenseDecoderLayer):
         return outputs if len(outputs) > 1 else outputs[0]
 
 
-class AttnResPreTrainedModel(DenseDecoderPreTrainedModel):
-    """What all models here share: their configuration, how mixers start, and which outputs they record."""
+class AttnResLedger(Ledger):
+    """The finished sources, what phase 1 has made of them for the sites to come, and the depth weights."""
 
-    config: AttnResConfig
-    config_class = AttnResConfig
-    _no_split_modules = ["AttnResDecoderLayer"]
-    model_tags = ["depthmix", "attention-residuals"]
-    _can_record_outputs = {"hidden_states": AttnResDecoderLayer, "attentions": DenseDecoderAttention}
+    def __init__(self, model, embeddings, kwargs):
+        super().__init__(model, embeddings, kwargs)
+        self.output_depth_weights: bool = kwargs["output_depth_weights"]
+        self.sources: Sequence[torch.Tensor] = ()
+        # by site: two for each layer, its attention and its feed-forward network, and the final norm
+        self.phase_1: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.depth_weights: list[torch.Tensor] = []
 
+    def read(self, step: int) -> Sequence[torch.Tensor]:
+        attention, mlp, counts = 2 * step, 2 * step + 1, self.model.num_sources
+        # a snapshot of the stream
+        if len(self.sources) < counts[attention]:
+            self.sources = (*self.sources, self.hidden_states)
+        if self.sources and attention not in self.phase_1:
+            results, self.sources = self.mix_for_block(self.sources)
+            self.phase_1 |= results
+        self.finished = self.sources
+        if counts[mlp] > len(self.sources):
+            # a block that the attention still reads as the running sum
+            results, self.finished = self.mix_for_block((*self.sources, self.hidden_states))
+            self.phase_1 |= results
+        self.is_mixed = mlp in self.phase_1
+        results = [self.phase_1.pop(site, ()) for site in ((attention, mlp) if self.sources else (mlp,))]
+        mixed = (tensor for result in results if all(results) for tensor in result)
+        return self.hidden_states, *self.sources, *mixed
+
+    def keep(self, step: int, outputs: tuple[torch.Tensor, ...]) -> None:
+        num_ended = self.model.num_sources[2 * step + 2] - len(self.sources) if self.model.restarts else 0
+        outputs = self.expect(step, outputs, 1 + num_ended + 2 * self.output_depth_weights)
+        self.hidden_states, *others = outputs
+        # where the layer itself mixes a block that it ends, this may have come to it through hooks
+        num_known = len(self.finished) - len(self.sources) if self.is_mixed else 0
+        self.sources = (*(self.finished if self.is_mixed else self.sources), *others[num_known:num_ended])
+        self.depth_weights += others[num_ended:]
+        self.last_site = 2 * step + 2
+
+    def close(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
+        if len(self.sources) < self.model.num_sources[self.last_site]:
+            self.sources = (*self.sources, self.hidden_states)
+        _, hidden_states, weights = mix_and_norm(
+            self.model.output_mixer,
+            self.model.norm,
+            self.hidden_states,
+            None,
+            self.sources,
+            self.phase_1.get(2 * len(self.model.layers), ()),
+            self.output_depth_weights,
+        )
+        return hidden_states, (*self.depth_weights, weights) if self.output_depth_weights else None
+
+    def mix_for_block(
+        self, sources: Sequence[torch.Tensor]
+    ) -> tuple[dict[int, tuple[torch.Tensor, torch.Tensor]], Sequence[torch.Tensor]]:
+        """
+        Phase 1 for all sites that have so many finished sources, by site; nothing if the layers have to do it for
+        themselves. Also the sources as later readers shall read them, so that their gradients add up in the kernels.
+        """
+        model = self.model
+        # a recomputed layer would keep the results as its inputs, and for a long prompt so many are too large
+        is_recomputed = model.gradient_checkpointing and model.training
+        if is_recomputed or not (torch.is_grad_enabled() or sources[0].shape[1] == 1):
+            return {}, sources
+        sites = [site for site, count in enumerate(model.num_sources) if count == len(sources)]
+        mixers = []
+        for site in sites:
+            if site == 2 * len(model.layers):
+                mixers.append(model.output_mixer)
+            elif is_bare(layer := model.layers[site // 2], model.layer_class):
+                mixers.append(layer.mlp_mixer if site % 2 else layer.attn_mixer)
+            else:
+                return {}, sources
+        results, sources = mix_for_all(mixers, sources)
+        return dict(zip(sites, results, strict=False)), sources
+
+
+class AttnResStart(DepthPreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)
@@ -298,140 +323,26 @@ class AttnResPreTrainedModel(DenseDecoderPreTrainedModel):
             init.ones_(module.weight)
 
 
-class AttnResModel(AttnResPreTrainedModel, DenseDecoderModel):
+class AttnResDecoder(DepthDecoderModel):
+    __doc__ = f"""{DepthDecoderModel.__doc__}
+    Its `hidden_states` are the running sums that the layers get, the embedding first, and last the final state: mixed
+    and normalised.
     """
-    The decoder without a head. Its forward takes what [`~transformers.Qwen3Model`] takes, the cache under either of
-    its names, and `output_depth_weights`, and returns a [`DepthModelOutputWithPast`]. Its `hidden_states` are the
-    running sums that the layers get, the embedding first, and last the final state: mixed and normalised.
-    """
+    ledger_class = AttnResLedger
 
-    layer_class = AttnResDecoderLayer
-
-    def __init__(self, config: AttnResConfig):
-        super().__init__(config)
+    def add_modules(self, config: PreTrainedConfig) -> None:
         self.output_mixer = AttnResMixer(config)
-        # fixed here, since early exit changes `config.num_hidden_layers` during a call
         self.num_sources = config.num_finished_sources
         self.restarts = config.attnres_variant != "cumulative"
-        self.post_init()
-
-    def mix_for_block(
-        self, sources: Sequence[torch.Tensor]
-    ) -> tuple[dict[int, tuple[torch.Tensor, torch.Tensor]], Sequence[torch.Tensor]]:
-        """
-        Phase 1 for all sites that have so many finished sources, by site, nothing if layers have to do it; and the
-        sources, from where later readers shall have them.
-        """
-        # a recomputed layer would keep the results as its inputs, and for a long prompt so many are too large
-        is_recomputed = self.gradient_checkpointing and self.training
-        if is_recomputed or not (torch.is_grad_enabled() or sources[0].shape[1] == 1):
-            return {}, sources
-        sites = [site for site, count in enumerate(self.num_sources) if count == len(sources)]
-        mixers = []
-        for site in sites:
-            if site == 2 * len(self.layers):
-                mixers.append(self.output_mixer)
-            elif is_bare(layer := self.layers[site // 2], AttnResDecoderLayer):
-                mixers.append(layer.mlp_mixer if site % 2 else layer.attn_mixer)
-            else:
-                return {}, sources
-        results, sources = mix_for_all(mixers, sources)
-        return dict(zip(sites, results, strict=False)), sources
-
-    @accepts_both_cache_names
-    @merge_with_config_defaults
-    @capture_outputs
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        use_cache: bool | None = None,
-        **kwargs,
-    ) -> DepthModelOutputWithPast:
-        hidden_states, masks, shared = self.prepare(
-            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache
-        )
-        output_depth_weights = bool(kwargs.pop("output_depth_weights", self.config.output_depth_weights))
-
-        sources: Sequence[torch.Tensor] = ()
-        phase_1: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        depth_weights: list[torch.Tensor] = []
-        layers = self.layers[: self.config.num_hidden_layers]
-        for i, layer in enumerate(layers):
-            if getattr(layer, "layer_idx", i) != i:
-                raise foreign_layer(i)
-            attention, mlp = 2 * i, 2 * i + 1
-            # a snapshot of the stream
-            if len(sources) < self.num_sources[attention]:
-                sources = (*sources, hidden_states)
-            if sources and attention not in phase_1:
-                results, sources = self.mix_for_block(sources)
-                phase_1 |= results
-            finished = sources
-            if self.num_sources[mlp] > len(sources):
-                # a block that the attention still reads as the running sum
-                results, finished = self.mix_for_block((*sources, hidden_states))
-                phase_1 |= results
-            is_mixed = mlp in phase_1
-            results = [phase_1.pop(site, ()) for site in ((attention, mlp) if sources else (mlp,))]
-            outputs = layer(
-                hidden_states,
-                *sources,
-                *(tensor for result in results if all(results) for tensor in result),
-                attention_mask=masks[self.config.layer_types[i]],
-                output_depth_weights=output_depth_weights,
-                **shared,
-                **kwargs,
-            )
-            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-            num_ended = self.num_sources[2 * i + 2] - len(sources) if self.restarts else 0
-            if len(outputs) != 1 + num_ended + 2 * output_depth_weights or outputs[0] is hidden_states:
-                raise foreign_layer(i)
-            hidden_states, *others = outputs
-            # where the layer itself mixes a block that it ends, this may have come to it through hooks
-            num_known = len(finished) - len(sources) if is_mixed else 0
-            sources = (*(finished if is_mixed else sources), *others[num_known:num_ended])
-            depth_weights += others[num_ended:]
-
-        if len(sources) < self.num_sources[2 * len(layers)]:
-            sources = (*sources, hidden_states)
-        _, hidden_states, weights = mix_and_norm(
-            self.output_mixer,
-            self.norm,
-            hidden_states,
-            None,
-            sources,
-            phase_1.get(2 * len(self.layers), ()),
-            output_depth_weights,
-        )
-        return DepthModelOutputWithPast(
-            last_hidden_state=hidden_states,
-            depth_weights=(*depth_weights, weights) if output_depth_weights else None,
-            **{HOST_CACHE_NAME: shared[HOST_CACHE_NAME] if use_cache else None},
-        )
 
 
-class AttnResForCausalLM(AttnResPreTrainedModel, DenseDecoderForCausalLM):
-    """
-    The decoder with a language-model head. Its forward takes what [`~transformers.Qwen3ForCausalLM`] takes, the cache
-    under either of its names, and `output_depth_weights`, and returns a [`DepthCausalLMOutputWithPast`].
-    """
-
-    model_class = AttnResModel
-
-
-class AttnResForSequenceClassification(AttnResPreTrainedModel, DenseDecoderForSequenceClassification):
-    """The decoder with a classification head on the last token that is not padding."""
-
-    model_class = AttnResModel
-
-
-__all__ = [
-    "AttnResForCausalLM",
-    "AttnResForSequenceClassification",
-    "AttnResModel",
-    "AttnResPreTrainedModel",
-]
+MODELS = ModelClasses(
+    __name__,
+    CONFIGURATIONS,
+    layer=AttnResLayer,
+    model=AttnResDecoder,
+    pretrained=AttnResStart,
+    tags=("depthmix", "attention-residuals"),
+)
+__getattr__ = MODELS.module_getattr(globals())
+__all__ = ["MODELS"]

@@ -1,6 +1,6 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """
-The dense decoder with manifold-constrained hyper-connections (mHC, arXiv 2512.24880).
+Manifold-constrained hyper-connections (mHC, arXiv 2512.24880).
 
 The hidden states that travel from layer to layer are several residual streams, `[B, T, streams, hidden]`. They start
 as copies of the embedding, and the final norm reads an average of them.
@@ -12,28 +12,15 @@ import torch
 from torch import nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache
-from transformers.utils.generic import merge_with_config_defaults
-from transformers.utils.output_capturing import capture_outputs
+from transformers.configuration_utils import PreTrainedConfig
 
-from depthmix.configuration.configuration_mhc import MHCConfig
+from depthmix.configuration.configuration_mhc import CONFIGURATIONS
 from depthmix.kernels.depth_implementations import check_implementation
 from depthmix.kernels.hyper_connection import hyper_connection_read, hyper_connection_write, stream_readout
 
-from .depth_modeling_common import (
-    HOST_CACHE_NAME,
-    DepthModelOutputWithPast,
-    accepts_both_cache_names,
-    apply_norm,
-    refuse_depth_weights,
-)
-from .modeling_dense_decoder import (
-    DenseDecoderAttention,
-    DenseDecoderForCausalLM,
-    DenseDecoderForSequenceClassification,
-    DenseDecoderLayer,
-    DenseDecoderModel,
-    DenseDecoderPreTrainedModel,
-)
+from .decoder_layers import DecoderLayer
+from .depth_decoder import DepthDecoderModel, DepthPreTrainedModel, Ledger, ModelClasses
+from .transformers_versions import accepts_both_cache_names
 
 
 # the start of the residual matrix: this on the diagonal, and the rest of one beside it
@@ -48,7 +35,7 @@ class MHCConnection(nn.Module):
     vanilla decoder: it reads the average, and each stream gets the output once.
     """
 
-    def __init__(self, config: MHCConfig):
+    def __init__(self, config: PreTrainedConfig):
         super().__init__()
         check_implementation(config.depth_impl, "hyper_connection_read")
         self.impl = config.depth_impl
@@ -103,7 +90,7 @@ class MHCConnection(nn.Module):
 class MHCReadout(nn.Module):
     """The average of the streams, with learned shares that start equal."""
 
-    def __init__(self, config: MHCConfig):
+    def __init__(self, config: PreTrainedConfig):
         super().__init__()
         self.logits = nn.Parameter(torch.zeros(config.mhc_num_streams))
 
@@ -111,10 +98,10 @@ class MHCReadout(nn.Module):
         return stream_readout(streams, self.logits)
 
 
-class MHCDecoderLayer(DenseDecoderLayer):
+class MHCLayer(DecoderLayer):
     """Two sub-layers, each of which reads the residual streams and is written to them by a connection of its own."""
 
-    def __init__(self, config: MHCConfig, layer_idx: int):
+    def __init__(self, config: PreTrainedConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         self.attn_connection = MHCConnection(config)
         self.mlp_connection = MHCConnection(config)
@@ -129,15 +116,18 @@ class MHCDecoderLayer(DenseDecoderLayer):
         return hyper_connection_write(hidden_states, update, residual, post, impl=self.depth_impl)
 
 
-class MHCPreTrainedModel(DenseDecoderPreTrainedModel):
-    """What all models here share: their configuration, how connections start, and which outputs they record."""
+class MHCLedger(Ledger):
+    """The residual streams in place of the hidden states."""
 
-    config: MHCConfig
-    config_class = MHCConfig
-    _no_split_modules = ["MHCDecoderLayer"]
-    model_tags = ["depthmix", "mhc"]
-    _can_record_outputs = {"hidden_states": MHCDecoderLayer, "attentions": DenseDecoderAttention}
+    def __init__(self, model, embeddings, kwargs):
+        super().__init__(model, embeddings.unsqueeze(-2).expand(-1, -1, model.num_streams, -1), kwargs)
 
+    def close(self) -> tuple[torch.Tensor, None]:
+        self.hidden_states = self.model.stream_readout(self.hidden_states)
+        return super().close()
+
+
+class MHCStart(DepthPreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)
@@ -147,67 +137,26 @@ class MHCPreTrainedModel(DenseDecoderPreTrainedModel):
             init.zeros_(module.logits)
 
 
-class MHCModel(MHCPreTrainedModel, DenseDecoderModel):
+class MHCDecoder(DepthDecoderModel):
+    __doc__ = f"""{DepthDecoderModel.__doc__}
+    Its `hidden_states` are the residual streams that the layers get, `[B, T, streams, hidden]`, and last the final
+    state, `[B, T, hidden]`.
     """
-    The decoder without a head. Its forward takes what [`~transformers.Qwen3Model`] takes, the cache under either of
-    its names, and returns a [`DepthModelOutputWithPast`]. Its `hidden_states` are the residual streams that the layers
-    get, `[B, T, streams, hidden]`, and last the final state, `[B, T, hidden]`.
-    """
+    ledger_class = MHCLedger
+    no_depth_weights = "its layers read streams, not earlier layers"
 
-    layer_class = MHCDecoderLayer
-
-    def __init__(self, config: MHCConfig):
-        config.validate_depth_mixing()
-        super().__init__(config)
+    def add_modules(self, config: PreTrainedConfig) -> None:
         self.num_streams = config.mhc_num_streams
         self.stream_readout = MHCReadout(config)
-        self.post_init()
-
-    @accepts_both_cache_names
-    @merge_with_config_defaults
-    @capture_outputs
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        use_cache: bool | None = None,
-        **kwargs,
-    ) -> DepthModelOutputWithPast:
-        refuse_depth_weights(self.config, kwargs, "its layers read streams, not earlier layers")
-        embeddings, masks, shared = self.prepare(
-            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache
-        )
-        hidden_states = embeddings.unsqueeze(-2).expand(-1, -1, self.num_streams, -1)
-        for i, layer in enumerate(self.layers[: self.config.num_hidden_layers]):
-            hidden_states = layer(hidden_states, attention_mask=masks[self.config.layer_types[i]], **shared, **kwargs)
-        hidden_states = self.stream_readout(hidden_states)
-        return DepthModelOutputWithPast(
-            last_hidden_state=apply_norm(self.norm, hidden_states, self.config.depth_impl),
-            **{HOST_CACHE_NAME: shared[HOST_CACHE_NAME] if use_cache else None},
-        )
 
 
-class MHCForCausalLM(MHCPreTrainedModel, DenseDecoderForCausalLM):
-    """
-    The decoder with a language-model head. Its forward takes what [`~transformers.Qwen3ForCausalLM`] takes, the cache
-    under either of its names, and returns a [`DepthCausalLMOutputWithPast`].
-    """
-
-    model_class = MHCModel
-
-
-class MHCForSequenceClassification(MHCPreTrainedModel, DenseDecoderForSequenceClassification):
-    """The decoder with a classification head on the last token that is not padding."""
-
-    model_class = MHCModel
-
-
-__all__ = [
-    "MHCForCausalLM",
-    "MHCForSequenceClassification",
-    "MHCModel",
-    "MHCPreTrainedModel",
-]
+MODELS = ModelClasses(
+    __name__,
+    CONFIGURATIONS,
+    layer=MHCLayer,
+    model=MHCDecoder,
+    pretrained=MHCStart,
+    tags=("depthmix", "mhc"),
+)
+__getattr__ = MODELS.module_getattr(globals())
+__all__ = ["MODELS"]

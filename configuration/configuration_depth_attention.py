@@ -1,20 +1,17 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
-"""Configuration of Qwen3 with Depth-Attention (arXiv 2606.05014)."""
+"""Configurations of Depth-Attention (arXiv 2606.05014)."""
 
 import copy
+from dataclasses import dataclass, field
 from typing import Literal
 
-from huggingface_hub.dataclasses import strict
-from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
-
-from .configuration_depth_common import check_decoder_shape, take_model_type
+from .configuration_depth_common import DepthMixingFields
+from .depth_backbones import ConfigurationClasses
 
 
-@strict
-class DepthQwen3Config(Qwen3Config):
+@dataclass(kw_only=True)
+class DepthAttentionFields(DepthMixingFields):
     r"""
-    Configuration of [`DepthQwen3Model`]: every field of [`~transformers.Qwen3Config`], and the following.
-
     Layer `l` mixes its value with the values of its source layers: the earlier layers `i` with
     `i % depth_stride == 0`, and the `depth_window` layers just before it (the source selection of the code released
     with arXiv 2606.05014; its 3B model has 48 layers and a stride of 24).
@@ -22,26 +19,20 @@ class DepthQwen3Config(Qwen3Config):
     Args:
         depth_stride (`int`, *optional*):
             Distance between source layers. 1 makes every earlier layer a source, 0 switches the mixing off (the
-            model is then plain Qwen3, also where `depth_window` is set). `None` stands for half the number of layers
+            model is then its vanilla one, also where `depth_window` is set). `None` stands for half the number of layers
             in all passes and is replaced by that number on construction.
         depth_window (`int`, *optional*, defaults to 0):
             How many of the most recent layers are sources besides those of the stride.
         key_norm_position (`str`, *optional*, defaults to `"before_rope"`):
             `"before_rope"` normalises the key and then rotates it, as Qwen3 does; `"after_rope"` rotates first, as
-            the released Depth-Attention 3B weights need. The query is normalised first in both.
+            the released Depth-Attention 3B weights need. The query is normalised first in both. Of the backbones
+            here, those whose attention normalises each head by itself take `"after_rope"`.
         num_loops (`int`, *optional*, defaults to 1):
             How many times the stack of layers runs, with the same weights. For the mixing and for the KV cache each
             pass is a run of new layers: a looped model has `num_loops * num_hidden_layers` of them, each with a slot
             of its own, and stride and window are counted in these.
-        depth_impl (`str`, *optional*, defaults to `"auto"`):
-            Implementation of the operations of [`~depthmix.kernels`]: `"triton"`, `"reference"` (stock modules and
-            pure PyTorch) or `"auto"`.
         output_depth_weights (`bool`, *optional*, defaults to `False`):
             Whether the model returns the weights of the mixing by default.
-
-    Raises:
-        `huggingface_hub.errors.StrictDataclassError`: for a value of the wrong type or out of range; the message names
-            the field, the value and the rule. (`ValueError` from the model, for one that was set later.)
 
     ```python
     >>> from depthmix import DepthQwen3Config
@@ -53,19 +44,17 @@ class DepthQwen3Config(Qwen3Config):
     ```
     """
 
-    model_type = "depth_qwen3"
-    # a stage of a pipeline would need the earlier layers' keys and values besides the hidden states
-    base_model_pp_plan = None
-
-    depth_stride: int | None = None
-    depth_window: int = 0
-    key_norm_position: Literal["before_rope", "after_rope"] = "before_rope"
-    num_loops: int = 1
-    depth_impl: Literal["auto", "triton", "reference"] = "auto"
+    depth_stride: int | None = field(
+        default=None, metadata={"help": "every N-th layer is a source; 0: no mixing at all"}
+    )
+    depth_window: int = field(default=0, metadata={"help": "so many of the most recent layers are sources too"})
+    key_norm_position: Literal["before_rope", "after_rope"] = field(
+        default="before_rope", metadata={"help": "whether a key is normalised before or after its rotation"}
+    )
+    num_loops: int = field(default=1, metadata={"help": "how many times the stack of layers runs"})
     output_depth_weights: bool = False
 
     def __post_init__(self, **kwargs):
-        take_model_type(self, kwargs)
         self.depth_stride = self._resolved_depth_stride
         super().__post_init__(**kwargs)
 
@@ -75,7 +64,12 @@ class DepthQwen3Config(Qwen3Config):
 
     def validate_depth_mixing(self):
         """Part of the `@strict` validation, which runs on construction and before saving."""
-        check_decoder_shape(self)
+        super().validate_depth_mixing()
+        if self.key_norm_position != "before_rope" and self.depth_backbone.qk_norm != "head":
+            raise ValueError(
+                f"key_norm_position={self.key_norm_position!r}: must be 'before_rope' on "
+                f"{self.depth_backbone.model_type}, whose attention does not normalise each key head by itself."
+            )
         if self.depth_stride is not None and self.depth_stride < 0:
             raise ValueError(
                 f"depth_stride={self.depth_stride}: must be a positive number of layers, 0 for no mixing, or None for "
@@ -111,8 +105,28 @@ class DepthQwen3Config(Qwen3Config):
         unrolled = copy.copy(config)
         unrolled.num_loops = 1
         unrolled.num_hidden_layers = self.num_loops * self.num_hidden_layers
-        unrolled.layer_types = self.num_loops * self.layer_types
+        # not every backbone has kinds of layers
+        if getattr(self, "layer_types", None) is not None:
+            unrolled.layer_types = self.num_loops * self.layer_types
         return unrolled
 
 
-__all__ = ["DepthQwen3Config"]
+CONFIGURATIONS = ConfigurationClasses(
+    __name__,
+    prefix="Depth",
+    model_type="depth",
+    fields=DepthAttentionFields,
+    backbones=(
+        "qwen3",
+        "qwen2",
+        "llama",
+        "mistral",
+        "smollm3",
+        "olmo2",
+        "olmo3",
+        "qwen3_moe",
+        "olmoe",
+    ),
+)
+__getattr__ = CONFIGURATIONS.module_getattr()
+__all__ = ["CONFIGURATIONS", "DepthAttentionFields"]

@@ -1,19 +1,18 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
-"""Configuration of OLMo2 with Mixture-of-Depths Attention (arXiv 2603.15619)."""
+"""Configurations of Mixture-of-Depths Attention (arXiv 2603.15619)."""
 
+from dataclasses import dataclass, field
 from typing import Literal
 
-from huggingface_hub.dataclasses import strict
 from transformers.models.olmo2.configuration_olmo2 import Olmo2Config
 
-from .configuration_depth_common import check_decoder_shape, take_model_type
+from .configuration_depth_common import DepthMixingFields
+from .depth_backbones import ConfigurationClasses
 
 
-@strict
-class MoDAOlmo2Config(Olmo2Config):
+@dataclass(kw_only=True)
+class MoDAFields(DepthMixingFields):
     r"""
-    Configuration of [`MoDAOlmo2Model`]: every field of [`~transformers.Olmo2Config`], and the following.
-
     The attention of a layer reads, besides the tokens that it sees, depth slots: pairs of a key and a value that the
     layers before it made for the same token. The variants of the paper's Table 3 are
 
@@ -23,7 +22,7 @@ class MoDAOlmo2Config(Olmo2Config):
     | row 4, "+ Extra FFN KV Proj." | `True` | `True` | `False` |
     | row 5, "+ Extra Attn KV Proj." | `True` | `True` | `True` |
 
-    and with no slots at all the model is plain OLMo2.
+    and with no slots at all the model is its vanilla one.
 
     Args:
         moda_attn_slots (`bool`, *optional*, defaults to `True`):
@@ -37,19 +36,10 @@ class MoDAOlmo2Config(Olmo2Config):
             `"sequence"` reads slots as the paper describes it: their keys are finished as those of the sequence are,
             by the key norm of the layer that made them and the rotation of their position. `"reader_norm"` reads them
             as the released small language model does: keys that are normalised without a gain and not rotated, under
-            the gain of the layer that reads them and its rotated query. The two are different functions.
-        moda_norm_style (`str`, *optional*, defaults to `"olmo2"`):
-            Where the norm of a sub-layer stands: `"olmo2"` in `x + norm(f(x))`, `"pre"` in `x + f(norm(x))`, `"post"`
-            in `norm(x + f(x))`. It has OLMo2's name in all three.
+            the gain of the layer that reads them and its rotated query. The two are different functions, and the
+            second needs a backbone that normalises keys.
         moda_depth_window (`int`, *optional*):
             Each layer reads so many of the most recent slots only. `None` stands for all.
-        depth_impl (`str`, *optional*, defaults to `"auto"`):
-            Implementation of the operations of [`~depthmix.kernels`]: `"triton"`, `"reference"` (stock modules and
-            pure PyTorch) or `"auto"`.
-
-    Raises:
-        `huggingface_hub.errors.StrictDataclassError`: for a value of the wrong type or out of range; the message names
-            the field, the value and the rule. (`ValueError` from the model, for one that was set later.)
 
     ```python
     >>> from depthmix import MoDAOlmo2Config
@@ -59,32 +49,35 @@ class MoDAOlmo2Config(Olmo2Config):
     ```
     """
 
-    model_type = "moda_olmo2"
-    # a stage of a pipeline would need the earlier layers' slots besides the hidden states
-    base_model_pp_plan = None
-    # the slots are whole on every device, as OLMo2's keys and values are
-    base_model_tp_plan = Olmo2Config.base_model_tp_plan | {
-        "layers.*.attn_depth_kv_proj": "colwise_gather_output",
-        "layers.*.mlp_depth_kv_proj": "colwise_gather_output",
-    }
-
-    moda_attn_slots: bool = True
-    moda_ffn_slots: bool = True
-    moda_attn_depth_proj: bool = False
-    moda_depth_key_mode: Literal["sequence", "reader_norm"] = "sequence"
-    moda_norm_style: Literal["olmo2", "pre", "post"] = "olmo2"
-    moda_depth_window: int | None = None
-    depth_impl: Literal["auto", "triton", "reference"] = "auto"
+    moda_attn_slots: bool = field(default=True, metadata={"help": "whether attentions make depth slots"})
+    moda_ffn_slots: bool = field(default=True, metadata={"help": "whether feed-forward networks make depth slots"})
+    moda_attn_depth_proj: bool = field(
+        default=False, metadata={"help": "whether the slots of attentions come from projections of their own"}
+    )
+    moda_depth_key_mode: Literal["sequence", "reader_norm"] = field(
+        default="sequence", metadata={"help": "how the keys of depth slots are finished"}
+    )
+    moda_depth_window: int | None = field(
+        default=None, metadata={"help": "layers read so many of the most recent slots only"}
+    )
 
     def __post_init__(self, **kwargs):
-        take_model_type(self, kwargs)
         super().__post_init__(**kwargs)
-        self.base_model_tp_plan = {
-            name: style
-            for name, style in self.base_model_tp_plan.items()
-            if (self.moda_ffn_slots or not name.endswith("mlp_depth_kv_proj"))
-            and (self.moda_attn_depth_proj or not name.endswith("attn_depth_kv_proj"))
-        }
+        self.base_model_tp_plan = self._tp_plan_with_whole_slots()
+
+    def _tp_plan_with_whole_slots(self) -> dict[str, str]:
+        """
+        The slots are whole on every device, and so must be the keys and values that join them in a softmax: the
+        attention is distributed as OLMo2's is, which gathers them, on all backbones.
+        """
+        attention = "layers.*.self_attn."
+        plan = {name: style for name, style in self.base_model_tp_plan.items() if not name.startswith(attention)}
+        plan |= {name: style for name, style in Olmo2Config.base_model_tp_plan.items() if name.startswith(attention)}
+        if self.moda_attn_depth_proj:
+            plan["layers.*.attn_depth_kv_proj"] = "colwise_gather_output"
+        if self.moda_ffn_slots:
+            plan["layers.*.mlp_depth_kv_proj"] = "colwise_gather_output"
+        return plan
 
     @property
     def depth_slots_per_layer(self) -> int:
@@ -93,7 +86,7 @@ class MoDAOlmo2Config(Olmo2Config):
 
     def validate_depth_mixing(self):
         """Part of the `@strict` validation, which runs on construction and before saving."""
-        check_decoder_shape(self)
+        super().validate_depth_mixing()
         if self.moda_attn_depth_proj and not self.moda_attn_slots:
             raise ValueError(
                 "moda_attn_depth_proj=True: must be False with moda_attn_slots=False, which leaves nothing to project."
@@ -109,12 +102,10 @@ class MoDAOlmo2Config(Olmo2Config):
                 f"attention_dropout={self.attention_dropout}: must be 0 with depth slots, since the joint softmax has "
                 "no dropout."
             )
-        # fields of other models, which caches and masks would take notice of
-        window, kinds = getattr(self, "sliding_window", None), set(getattr(self, "layer_types", None) or ())
-        if window is not None or kinds - {"full_attention"}:
+        if self.moda_depth_key_mode == "reader_norm" and self.depth_backbone.qk_norm is None:
             raise ValueError(
-                f"sliding_window={window}, layer_types={sorted(kinds)}: must not be set, since OLMo2 attends to all "
-                "earlier tokens in every layer."
+                f"moda_depth_key_mode='reader_norm': must be 'sequence' on {self.depth_backbone.model_type}, whose "
+                "attention has no key norm that could read the slots."
             )
 
     @property
@@ -127,4 +118,36 @@ class MoDAOlmo2Config(Olmo2Config):
         return tuple((0 if window is None else max(0, count - window), count) for count in counts)
 
 
-__all__ = ["MoDAOlmo2Config"]
+@dataclass(kw_only=True)
+class MoDAOlmo2Fields(MoDAFields):
+    moda_norm_style: Literal["olmo2", "pre", "post"] = "olmo2"
+
+
+MoDAOlmo2Fields.__doc__ = MoDAFields.__doc__.replace(
+    "        moda_depth_window (",
+    """        moda_norm_style (`str`, *optional*, defaults to `"olmo2"`):
+            Where the norm of a sub-layer stands: `"olmo2"` in `x + norm(f(x))`, `"pre"` in `x + f(norm(x))`, `"post"`
+            in `norm(x + f(x))`. It has OLMo2's name in all three.
+        moda_depth_window (""",
+)
+
+CONFIGURATIONS = ConfigurationClasses(
+    __name__,
+    prefix="MoDA",
+    model_type="moda",
+    fields=MoDAFields,
+    backbones=(
+        "qwen3",
+        "qwen2",
+        "llama",
+        "mistral",
+        "smollm3",
+        "olmo2",
+        "olmo3",
+        "qwen3_moe",
+        "olmoe",
+    ),
+    special_fields={"olmo2": MoDAOlmo2Fields},
+)
+__getattr__ = CONFIGURATIONS.module_getattr()
+__all__ = ["CONFIGURATIONS", "MoDAFields"]

@@ -1,0 +1,262 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""
+The attention and the decoder layer of every backbone, built after its record.
+
+Parameters have the names, the shapes and the order of the stock layers, so that stock weights, tensor-parallel plans
+and LoRA targets fit, and a seed gives the stock initial weights. A method derives its layer, and where it works inside
+of the attention its attention, from these.
+"""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen3.modeling_qwen3 import eager_attention_forward
+
+from depthmix.kernels.depth_implementations import left_to_compiler, triton_obstacle, use_triton
+from depthmix.kernels.depth_value_mix import depth_value_mix
+from depthmix.kernels.norm_rotary_mix import norm_rotary_mix
+
+from .lent_weights import DepthMLP, DepthRMSNorm, apply_linears, apply_mlp, apply_norm, runs_plainly
+from .transformers_versions import accepts_both_cache_names, cache_update_keywords
+
+
+def has_bias(config: PreTrainedConfig, said: bool | str) -> bool:
+    """What a backbone's record says of a bias: the answer, or the name of the configuration field that has it."""
+    return bool(getattr(config, said)) if isinstance(said, str) else said
+
+
+def rotate(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotary positions on query `[B, Hq, T, d]` and key `[B, Hkv, T, d]`; cos and sin are `[B or 1, T, d]`."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+
+    def turn(states: torch.Tensor) -> torch.Tensor:
+        first, second = states.chunk(2, dim=-1)
+        return (states * cos + torch.cat((-second, first), dim=-1) * sin).to(states.dtype)
+
+    return turn(query), turn(key)
+
+
+class DecoderAttention(nn.Module):
+    """
+    Grouped-query attention by softmax. The record of the backbone says which biases and norms there are; which layers
+    rotate, and which have a window, is in the configuration.
+    """
+
+    def __init__(self, config: PreTrainedConfig, layer_idx: int):
+        super().__init__()
+        backbone = config.depth_backbone
+        self.config, self.layer_idx, self.depth_impl = config, layer_idx, config.depth_impl
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        self.num_key_value_groups = heads // kv_heads
+        self.scaling = self.head_dim**-0.5
+        self.attention_dropout = config.attention_dropout
+        self.is_causal = True
+        kinds = getattr(config, "layer_types", None)
+        is_sliding = kinds is None or kinds[layer_idx] == "sliding_attention"
+        self.sliding_window = getattr(config, "sliding_window", None) if is_sliding else None
+        rotating = getattr(config, "no_rope_layers", None)
+        self.use_rope = rotating is None or bool(rotating[layer_idx])
+        self.clip = getattr(config, "clip_qkv", None)
+        self.qk_norm = backbone.qk_norm if getattr(config, "use_qk_norm", True) else None
+        self.key_norm_position = getattr(config, "key_norm_position", "before_rope")
+
+        query_size, key_size = heads * self.head_dim, kv_heads * self.head_dim
+        bias = has_bias(config, backbone.qkv_bias)
+        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, key_size, bias=bias)
+        self.v_proj = nn.Linear(config.hidden_size, key_size, bias=bias)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=has_bias(config, backbone.output_bias))
+        if self.qk_norm is not None:
+            sizes = (self.head_dim,) * 2 if self.qk_norm == "head" else (query_size, key_size)
+            self.q_norm, self.k_norm = (
+                DepthRMSNorm(size, config.rms_norm_eps, backbone.norms_round_last) for size in sizes
+            )
+
+    @accepts_both_cache_names
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None,
+        past_key_values: Cache | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Returns the output `[B, T, hidden]` and the attention weights (None if not asked for)."""
+        query, key, value = self.finish(*self.project(hidden_states), position_embeddings)
+        keys, values = self.remember(key, value, past_key_values, kwargs)
+        return self.read(query, keys, values, attention_mask, kwargs)
+
+    def project(self, hidden_states: torch.Tensor) -> list[torch.Tensor]:
+        """Query `[B, T, Hq * d]`, key and value `[B, T, Hkv * d]` as the linear maps give them."""
+        return apply_linears((self.q_proj, self.k_proj, self.v_proj), hidden_states, self.depth_impl)
+
+    def bound(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The three projections after the norms and the bounds that apply to all heads together, still flat."""
+        if self.qk_norm == "flat":
+            query = apply_norm(self.q_norm, query, self.depth_impl)
+            key = apply_norm(self.k_norm, key, self.depth_impl)
+        if self.clip is None:
+            return query, key, value
+        return [flat.clamp(-self.clip, self.clip) for flat in (query, key, value)]
+
+    def finish(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        source_keys: Sequence[torch.Tensor] = (),
+        source_values: Sequence[torch.Tensor] = (),
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """
+        Query `[B, Hq, T, d]`, key and value `[B, Hkv, T, d]` of these tokens as attention reads them: normalised and
+        rotated, and with source layers the value mixed with theirs (Depth-Attention). Where kernels are wanted and can
+        work it is one operation.
+        """
+        query, key, value = (
+            flat.view(*flat.shape[:-1], -1, self.head_dim) for flat in self.bound(query, key, value)
+        )
+        value = value.transpose(1, 2)
+        norms = (self.q_norm, self.k_norm) if self.qk_norm == "head" else ()
+        if (
+            self.depth_impl != "reference"
+            and self.use_rope
+            and all(map(runs_plainly, norms))
+            and len({norm.variance_epsilon for norm in norms}) < 2
+        ):
+            weights = {f"{name}_norm_weight": norm.weight for name, norm in zip(("query", "key"), norms, strict=False)}
+            options = {"eps": norms[0].variance_epsilon, "key_norm_position": self.key_norm_position} if norms else {}
+            triton = use_triton(self.depth_impl, "norm_rotary_mix", triton_obstacle((query, key, value)))
+            if triton and (source_keys or not left_to_compiler(self.depth_impl, query)):
+                return norm_rotary_mix(
+                    query.transpose(1, 2),
+                    key.transpose(1, 2),
+                    value,
+                    *position_embeddings,
+                    **weights,
+                    **options,
+                    source_keys=source_keys,
+                    source_values=source_values,
+                    scaling=self.scaling,
+                    impl=self.depth_impl,
+                )
+        if norms:
+            query = self.q_norm(query)
+            if self.key_norm_position == "before_rope":
+                key = self.k_norm(key)
+        query, key = query.transpose(1, 2), key.transpose(1, 2)
+        if self.use_rope:
+            query, key = rotate(query, key, *position_embeddings)
+        if norms and self.key_norm_position == "after_rope":
+            key = self.k_norm(key)
+        if source_keys:
+            value = depth_value_mix(
+                query, [*source_keys, key], [*source_values, value], scaling=self.scaling, impl=self.depth_impl
+            )
+        return query, key, value
+
+    def remember(
+        self, key: torch.Tensor, value: torch.Tensor, cache: Cache | None, kwargs: dict, slot: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `[B, Hkv, S, d]` of all tokens so far, after these were added to the cache, if there is one."""
+        if cache is None:
+            return key, value
+        return cache.update(key, value, self.layer_idx if slot is None else slot, **cache_update_keywords(kwargs))
+
+    def read(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        kwargs: dict,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The output `[B, T, hidden]` and the attention weights (None if not asked for)."""
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        attn_output, attn_weights = attention(
+            self,
+            query,
+            keys,
+            values,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            **kwargs,
+        )
+        return self.project_output(attn_output), attn_weights
+
+    def project_output(self, attn_output: torch.Tensor) -> torch.Tensor:
+        """`[B, T, hidden]` from the heads' outputs `[B, T, Hq, d]`."""
+        flat = attn_output.reshape(*attn_output.shape[:2], -1).contiguous()
+        return apply_linears((self.o_proj,), flat, self.depth_impl)[0]
+
+
+class DecoderLayer(GradientCheckpointingLayer):
+    """The two sub-layers of a decoder layer, with the norms around them; a method writes the forward."""
+
+    attention_class: ClassVar[type[DecoderAttention]] = DecoderAttention
+
+    def __init__(self, config: PreTrainedConfig, layer_idx: int):
+        super().__init__()
+        backbone = config.depth_backbone
+        self.layer_idx, self.hidden_size, self.depth_impl = layer_idx, config.hidden_size, config.depth_impl
+        self.norm_names = backbone.norms
+        self.self_attn, self.mlp = self.make_sub_layers(config)
+        for name in filter(None, self.norm_names):
+            norm = DepthRMSNorm(config.hidden_size, config.rms_norm_eps, backbone.norms_round_last)
+            self.register_module(name, norm)
+
+    def make_sub_layers(self, config: PreTrainedConfig) -> tuple[nn.Module, nn.Module]:
+        """The attention and the feed-forward network of this layer."""
+        backbone, attention = config.depth_backbone, self.attention_class(config, self.layer_idx)
+        if backbone.has_experts and is_sparse(config, self.layer_idx):
+            return attention, backbone.stock_class("SparseMoeBlock")(config)
+        activation = ACT2FN[config.hidden_act]
+        bias = has_bias(config, backbone.mlp_bias)
+        return attention, DepthMLP(config.hidden_size, config.intermediate_size, activation, bias)
+
+    def norm_at(self, place: int) -> nn.Module | None:
+        """The norm before (0) or after (1) the attention, before (2) or after (3) the feed-forward network, if any."""
+        name = self.norm_names[place]
+        return None if name is None else getattr(self, name)
+
+    def normalise(self, place: int, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The hidden states through the norm of that place, if there is one."""
+        norm = self.norm_at(place)
+        return hidden_states if norm is None else apply_norm(norm, hidden_states, self.depth_impl)
+
+    def attend(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
+        """The update by the attention, `[B, T, hidden]`; the keywords are those of the attention."""
+        return self.attend_normalised(self.normalise(0, hidden_states), **kwargs)
+
+    def attend_normalised(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
+        """As `attend`, of what the norm before it has gone over already."""
+        return self.normalise(1, self.self_attn(hidden_states=hidden_states, **kwargs)[0])
+
+    def feed_forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The update by the feed-forward network, `[B, T, hidden]`."""
+        return self.feed_forward_normalised(self.normalise(2, hidden_states))
+
+    def feed_forward_normalised(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """As `feed_forward`, of what the norm before it has gone over already."""
+        return self.normalise(3, apply_mlp(self.mlp, hidden_states, self.depth_impl)[0])
+
+
+def is_sparse(config: PreTrainedConfig, layer_idx: int) -> bool:
+    """Whether the feed-forward network of a layer is a mixture of experts, by the rule of Qwen3-MoE and OLMoE."""
+    return (
+        layer_idx not in (getattr(config, "mlp_only_layers", None) or ())
+        and config.num_experts > 0
+        and (layer_idx + 1) % getattr(config, "decoder_sparse_step", 1) == 0
+    )

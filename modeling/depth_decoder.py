@@ -1,0 +1,458 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""
+The decoder that all methods and all backbones share: the only forward of a base model, the heads, the outputs, and the
+making of the classes of a method on a backbone.
+
+What layers hand each other besides the hidden states is kept by a ledger, one object per call. The forward opens it
+with the embeddings, asks it what each layer reads, gives it what each layer returned, and closes it into the final
+state. Tensors of other layers travel outside of modules, as flat positional arguments and flat outputs: hooks,
+activation checkpointing, offloading and FSDP see tensors only; they copy or detach what hides in containers.
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
+from transformers.generation import GenerationMixin
+from transformers.masking_utils import create_masks_for_generate
+from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
+from transformers.modeling_utils import PreTrainedModel
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+
+from depthmix.configuration.depth_backbones import Backbone, ConfigurationClasses
+
+from .decoder_layers import DecoderAttention, DecoderLayer
+from .lent_weights import DepthRMSNorm, apply_norm
+from .transformers_versions import HOST_CACHE_NAME, accepts_both_cache_names, slice_logits_to_keep
+
+
+class Ledger:
+    """
+    What the layers of one call hand each other. This one is that of a decoder that only adds: a layer gets the hidden
+    states and returns them. Methods derive theirs from it.
+
+    Args:
+        model (`DepthDecoderModel`):
+            The model whose forward runs.
+        embeddings (`torch.Tensor` of shape `[B, T, hidden]`):
+            What the first layer gets.
+        kwargs (`dict`):
+            The keywords of the forward, which all layers get; a ledger may take some out, and add others.
+    """
+
+    def __init__(self, model: "DepthDecoderModel", embeddings: torch.Tensor, kwargs: dict[str, Any]):
+        self.model = model
+        self.hidden_states = embeddings
+
+    def read(self, step: int) -> Sequence[torch.Tensor]:
+        """The positional arguments of the layer that is the next to run: the hidden states, then others' tensors."""
+        return (self.hidden_states,)
+
+    def keep(self, step: int, outputs: tuple[torch.Tensor, ...]) -> None:
+        """
+        Takes what that layer returned.
+
+        Raises:
+            `RuntimeError`: if it is not what this layer has to return.
+        """
+        (self.hidden_states,) = self.expect(step, outputs, 1)
+
+    def close(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
+        """The final state `[B, T, hidden]`, after the final norm, and the depth weights that are not recorded."""
+        return apply_norm(self.model.norm, self.hidden_states, self.model.depth_impl), None
+
+    def expect(self, step: int, outputs: tuple[torch.Tensor, ...], count: int) -> tuple[torch.Tensor, ...]:
+        """The outputs, if there are so many and the first is not the state that the layer was given."""
+        if len(outputs) != count or outputs[0] is self.hidden_states:
+            raise foreign_layer(step % len(self.model.layers))
+        return outputs
+
+
+class DepthDecoderModel:
+    """
+    A base model on any backbone, with the ledger of a method. The forward takes what those of the stock base models
+    take, the KV cache under either of its names, and returns a [`DepthModelOutputWithPast`].
+    """
+
+    layer_class: ClassVar[type[DecoderLayer]]
+    ledger_class: ClassVar[type[Ledger]] = Ledger
+    # why there are no depth weights to return; None where there are
+    no_depth_weights: ClassVar[str | None] = None
+
+    def __init__(self, config: PreTrainedConfig):
+        config.validate_depth_mixing()
+        if self.mixes_layers(config):
+            refuse_pipeline_parallelism(config)
+        super().__init__(config)
+        backbone = config.depth_backbone
+        self.padding_idx = config.pad_token_id
+        self.vocab_size = config.vocab_size
+        self.depth_impl = config.depth_impl
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.layers = nn.ModuleList(self.layer_class(config, i) for i in range(config.num_hidden_layers))
+        self.norm = DepthRMSNorm(config.hidden_size, config.rms_norm_eps, backbone.norms_round_last)
+        if backbone.rotary is not None:
+            self.rotary_emb = backbone.stock_class("RotaryEmbedding")(config=config)
+        self.gradient_checkpointing = False
+        self.num_loops = getattr(config, "num_loops", 1)
+        self.add_modules(config)
+        self.post_init()
+
+    @staticmethod
+    def mixes_layers(config: PreTrainedConfig) -> bool:
+        """Whether layers hand each other anything besides the hidden states."""
+        return True
+
+    def add_modules(self, config: PreTrainedConfig) -> None:
+        """
+        What a method adds to the model itself: modules, and facts of the configuration. They are fixed there, since
+        early exit changes `config.num_hidden_layers` during a call.
+        """
+
+    @accepts_both_cache_names
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | dict[str, torch.Tensor] | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs,
+    ) -> "DepthModelOutputWithPast":
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("Give exactly one of input_ids or inputs_embeds.")
+        self.check_call(kwargs)
+        hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        if position_ids is None:
+            start = 0 if past_key_values is None else past_key_values.get_seq_length()
+            position_ids = (torch.arange(hidden_states.shape[1], device=hidden_states.device) + start).unsqueeze(0)
+        masks = attention_mask
+        # `generate` may have made them already
+        if not isinstance(masks, dict):
+            masks = create_masks_for_generate(
+                config=self.config,
+                inputs_embeds=hidden_states,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                **{HOST_CACHE_NAME: past_key_values},
+            )
+        positions = self.embed_positions(hidden_states, position_ids)
+
+        layers = [*self.layers[: self.config.num_hidden_layers]]
+        # with fewer layers than there are, early exit leaves in the first pass
+        passes = self.num_loops if len(layers) == len(self.layers) else 1
+        if passes > 1:
+            check_looped_cache(past_key_values, passes * len(layers))
+        kwargs |= {"position_ids": position_ids, "use_cache": use_cache, HOST_CACHE_NAME: past_key_values}
+        kinds = getattr(self.config, "layer_types", None)
+        ledger = self.ledger_class(self, hidden_states, kwargs)
+        for step, layer in enumerate(passes * layers):
+            i = step % len(layers)
+            if getattr(layer, "layer_idx", i) != i:
+                raise foreign_layer(i)
+            if positions is not None:
+                kwargs["position_embeddings"] = positions[kinds[i]] if isinstance(positions, dict) else positions
+            if self.num_loops > 1:
+                kwargs["cache_slot"] = step
+            mask = masks[kinds[i]] if isinstance(masks, dict) else masks
+            outputs = layer(*ledger.read(step), attention_mask=mask, **kwargs)
+            ledger.keep(step, outputs if isinstance(outputs, tuple) else (outputs,))
+        hidden_states, depth_weights = ledger.close()
+        return DepthModelOutputWithPast(
+            last_hidden_state=hidden_states,
+            depth_weights=depth_weights,
+            **{HOST_CACHE_NAME: past_key_values if use_cache else None},
+        )
+
+    def embed_positions(
+        self, hidden_states: torch.Tensor, position_ids: torch.LongTensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | dict[str, tuple[torch.Tensor, torch.Tensor]] | None:
+        """Cosines and sines of the rotation, of all layers or by kind of layer; None where nothing rotates."""
+        rotary = self.config.depth_backbone.rotary
+        if rotary == "by_layer_type":
+            kinds = dict.fromkeys(self.config.layer_types)
+            return {kind: self.rotary_emb(hidden_states, position_ids, kind) for kind in kinds}
+        return self.rotary_emb(hidden_states, position_ids) if rotary else None
+
+    def check_call(self, kwargs: dict[str, Any]) -> None:
+        """
+        Sets the keyword `output_depth_weights` for the layers of methods that have some, and removes it for others.
+
+        Raises:
+            `ValueError`: if depth weights are asked for, by argument or in the configuration, and there are none.
+        """
+        asked = kwargs.pop("output_depth_weights", None)
+        asked = bool(getattr(self.config, "output_depth_weights", False) if asked is None else asked)
+        if self.no_depth_weights is None:
+            kwargs["output_depth_weights"] = asked
+        elif asked:
+            raise ValueError(
+                f"output_depth_weights=True: {type(self.config).__name__} has none to return; {self.no_depth_weights}."
+            )
+
+
+def check_looped_cache(cache: Cache | None, num_layers: int) -> None:
+    """
+    Raises:
+        `ValueError`: if a cache that cannot grow has fewer layers than all passes together.
+    """
+    layers = getattr(cache, "layers", None)
+    if layers and len(layers) < num_layers and getattr(cache, "layer_class_to_replicate", None) is None:
+        raise ValueError(
+            f"The cache has {len(layers)} layers: must have num_loops * num_hidden_layers = {num_layers}. For prefix "
+            f"tuning: PrefixTuningConfig(num_layers={num_layers}). In a model, num_loops cannot be changed."
+        )
+
+
+def refuse_pipeline_parallelism(config: PreTrainedConfig) -> None:
+    """
+    Raises:
+        `ValueError`: if the model is to be split into stages, which the host library does without asking for a plan.
+    """
+    stages = getattr(getattr(config, "distributed_config", None), "pp_size", None)
+    if stages is not None and stages > 1:
+        raise ValueError(
+            f"pp_size={stages}: pipeline parallelism is not supported with depth mixing, since a stage would need "
+            "tensors of earlier stages' layers besides the hidden states."
+        )
+
+
+def foreign_layer(layer_idx: int) -> RuntimeError:
+    return RuntimeError(
+        f"Layer {layer_idx} is not the one that the model was built with. Replacing, removing or skipping layers and "
+        "pipeline parallelism are not supported with depth mixing."
+    )
+
+
+@dataclass
+class DepthModelOutputWithPast(MoeModelOutputWithPast):
+    """
+    [`~transformers.modeling_outputs.MoeModelOutputWithPast`] with the weights of the mixing. Router logits are there
+    on backbones with experts only.
+
+    Args:
+        depth_weights (`tuple(torch.Tensor)`, *optional*, returned when `output_depth_weights=True`):
+            How much each source contributes at each token, fp32. With Depth-Attention, one tensor per layer,
+            `[B, Hkv, T, number of sources + 1]`: the source layers (ascending), and last the layer itself. With
+            Attention Residuals, one tensor per sub-layer and one for the mix before the final norm,
+            `[B, T, number of sources]`: oldest source first. None with the other methods.
+    """
+
+    depth_weights: tuple[torch.Tensor, ...] | None = None
+
+
+@dataclass
+class DepthCausalLMOutputWithPast(MoeCausalLMOutputWithPast):
+    """[`~transformers.modeling_outputs.MoeCausalLMOutputWithPast`] with the `depth_weights` of the base model."""
+
+    depth_weights: tuple[torch.Tensor, ...] | None = None
+
+
+class DepthCausalLM:
+    """
+    A language-model head on a base model. Its forward takes what those of the stock heads take, the KV cache under
+    either of its names, and `output_depth_weights`, and returns a [`DepthCausalLMOutputWithPast`].
+    """
+
+    model_class: ClassVar[type[PreTrainedModel]]
+    # of a backbone with experts whose head adds their auxiliary loss
+    load_balancing_loss: ClassVar[Callable | None] = None
+
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__(config)
+        self.model = self.model_class(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @accepts_both_cache_names
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs,
+    ) -> DepthCausalLMOutputWithPast:
+        balances = self.load_balancing_loss is not None
+        if balances and kwargs.get("output_router_logits") is None:
+            kwargs["output_router_logits"] = self.config.output_router_logits
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **{HOST_CACHE_NAME: past_key_values},
+            **kwargs,
+        )
+        logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
+        loss = aux_loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        if balances and kwargs["output_router_logits"]:
+            aux_loss = type(self).load_balancing_loss(
+                outputs.router_logits, self.config.num_experts, self.config.num_experts_per_tok, attention_mask
+            )
+            if loss is not None:
+                loss = loss + self.config.router_aux_loss_coef * aux_loss.to(loss.device)
+        return DepthCausalLMOutputWithPast(
+            loss=loss,
+            aux_loss=aux_loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            router_logits=outputs.get("router_logits"),
+            depth_weights=outputs.get("depth_weights"),
+            **{HOST_CACHE_NAME: outputs.get(HOST_CACHE_NAME)},
+        )
+
+
+class DepthSequenceClassification(GenericForSequenceClassification):
+    """
+    A classification head on the last token that is not padding. Its outputs have no place for depth weights.
+    """
+
+    model_class: ClassVar[type[PreTrainedModel]]
+
+    def __init__(self, config: PreTrainedConfig):
+        # the generic constructor would look the base model up in the Auto classes, where remote code is not registered
+        PreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.model = self.model_class(config)
+        self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
+        self.post_init()
+
+    @accepts_both_cache_names
+    @functools.wraps(GenericForSequenceClassification.forward)
+    def forward(self, *args, output_depth_weights: bool | None = None, **kwargs):
+        if output_depth_weights is None:
+            output_depth_weights = getattr(self.config, "output_depth_weights", False)
+        if output_depth_weights:
+            raise ValueError(
+                "output_depth_weights=True, by argument or in the configuration: a classifier has none to return."
+            )
+        return super().forward(*args, output_depth_weights=False, **kwargs)
+
+
+class DepthPreTrainedModel:
+    """What all models of a method have in common, before the stock base class of the backbone."""
+
+    _pp_plan = None
+
+
+ENDINGS = ("DecoderLayer", "PreTrainedModel", "Model", "ForCausalLM", "ForSequenceClassification")
+
+
+@dataclass(frozen=True)
+class ModelClasses:
+    """
+    The model classes of a method: five for each backbone, made when one of them is asked for.
+
+    Args:
+        module (`str`):
+            Name of the module that has the classes as attributes.
+        configurations (`ConfigurationClasses`):
+            The method's configurations.
+        layer, model (`type`):
+            The method's decoder layer and base model.
+        pretrained (`type`, *optional*):
+            The method's part of the base class: its initialisation, and what it supports.
+        tags (`tuple` of `str`):
+            Tags for the Hub.
+        recorded (`dict`, *optional*):
+            Outputs that are recorded besides hidden states, attentions and router logits.
+    """
+
+    module: str
+    configurations: ConfigurationClasses
+    layer: type[DecoderLayer]
+    model: type[DepthDecoderModel]
+    tags: tuple[str, ...]
+    pretrained: type[DepthPreTrainedModel] = DepthPreTrainedModel
+    recorded: tuple[tuple[str, OutputRecorder], ...] = ()
+
+    def module_getattr(self, members: dict[str, Any]) -> Callable[[str], type]:
+        """`__getattr__` for the module, by which its classes are found by name; it adds them to the module's own."""
+
+        def __getattr__(name: str) -> type:
+            backbone = self.configurations.find(name, ENDINGS)
+            if backbone is None:
+                raise AttributeError(f"module {self.module!r} has no attribute {name!r}")
+            members.update(self.make(backbone))
+            made: type = members[name]
+            return made
+
+        return __getattr__
+
+    def make(self, backbone: Backbone) -> dict[str, type]:
+        """
+        The classes on a backbone, by name.
+
+        Raises:
+            `ImportError`: if the installed transformers does not have the backbone.
+        """
+        stock_base, stock_head = backbone.stock_class("PreTrainedModel"), backbone.stock_class("ForCausalLM")
+        config_class = self.configurations.of(backbone)
+        base = f"{self.configurations.prefix}{backbone.prefix}"
+
+        def make(ending: str, bases: tuple[type, ...], **members) -> type:
+            members |= {"__module__": self.module, "__qualname__": f"{base}{ending}"}
+            members.setdefault("__doc__", bases[0].__doc__)
+            return type(f"{base}{ending}", bases, members)
+
+        layer_bases: tuple[type, ...] = (self.layer,)
+        attention: type = self.layer.attention_class
+        if not backbone.softmax_only:
+            from .kimi_linear_layers import KimiLinearSubLayers
+
+            layer_bases, attention = (KimiLinearSubLayers, self.layer), backbone.stock_class("Attention")
+        layer = make("DecoderLayer", layer_bases, __doc__=self.layer.__doc__)
+        pretrained = make(
+            "PreTrainedModel",
+            (self.pretrained, stock_base),
+            config_class=config_class,
+            _no_split_modules=[layer.__name__],
+            model_tags=list(self.tags),
+            _can_record_outputs=stock_base._can_record_outputs
+            | {"hidden_states": layer, "attentions": attention}
+            | dict(self.recorded),
+            # the host library's own answer depends on the text of the module that defines a class
+            _can_set_experts_implementation=classmethod(lambda cls: stock_base._can_set_experts_implementation()),
+        )
+        model = make("Model", (self.model, pretrained), layer_class=layer)
+        head = make(
+            "ForCausalLM",
+            (DepthCausalLM, pretrained, GenerationMixin),
+            model_class=model,
+            load_balancing_loss=getattr(sys.modules[stock_head.__module__], "load_balancing_loss_func", None),
+            **{name: getattr(stock_head, name) for name in ("_tied_weights_keys", "_tp_plan", "_fsdp_plan")},
+        )
+        classifier = make("ForSequenceClassification", (DepthSequenceClassification, pretrained), model_class=model)
+        renamings = get_checkpoint_conversion_mapping(backbone.stock_type)
+        if renamings is not None:
+            # vanilla folders store every expert by itself, and custom classes are not looked up by their base's type
+            register_checkpoint_conversion_mapping(config_class.model_type, renamings, overwrite=True)
+        return {each.__name__: each for each in (layer, pretrained, model, head, classifier)}

@@ -1,0 +1,44 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""
+The sub-layers of Kimi Linear, whose attentions are of two other kinds: latent attention, and a linear recurrence. They
+are the stock modules; methods that work inside of a softmax attention do not take them.
+"""
+
+import functools
+import inspect
+
+import torch
+from torch import nn
+from transformers.configuration_utils import PreTrainedConfig
+
+from .decoder_layers import DecoderLayer
+from .transformers_versions import HOST_CACHE_NAME
+
+
+class KimiLinearSubLayers(DecoderLayer):
+    """How a decoder layer makes and calls the sub-layers of Kimi Linear. It precedes a method's layer."""
+
+    def make_sub_layers(self, config: PreTrainedConfig) -> tuple[nn.Module, nn.Module]:
+        stock = config.depth_backbone.stock_class
+        self.is_recurrent = config.layer_types[self.layer_idx] == "linear_attention"
+        is_sparse = config.mlp_layer_types[self.layer_idx] == "sparse"
+        attention = stock("DeltaAttention" if self.is_recurrent else "Attention")(config, self.layer_idx)
+        return attention, stock("MoE" if is_sparse else "MLP")(config)
+
+    def attend_normalised(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
+        if not self.is_recurrent:
+            return super().attend_normalised(hidden_states, **kwargs)
+        # it hands keywords on to its kernels, so it gets no more than the stock layer gives
+        for name in ("position_ids", "use_cache"):
+            kwargs.pop(name, None)
+        for name in ("cache", "past_key_values"):
+            if name in kwargs:
+                kwargs[recurrent_cache_name(type(self.self_attn))] = kwargs.pop(name)
+        return self.normalise(1, self.self_attn(hidden_states=hidden_states, **kwargs))
+
+
+@functools.cache
+def recurrent_cache_name(module_class: type[nn.Module]) -> str:
+    """The name under which the recurrence takes the cache, which differs between versions of transformers."""
+    parameters = inspect.signature(module_class.forward).parameters
+    return next(name for name in (HOST_CACHE_NAME, "cache", "cache_params", "past_key_values") if name in parameters)

@@ -1,0 +1,158 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""
+Depth-Attention (arXiv 2606.05014).
+
+Each layer mixes its value with the values of earlier layers at the same token, and keeps the mixed value in its own
+slot of the ordinary KV cache. A layer needs nothing of the past but its own cache, so every kind of cache works.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from transformers.cache_utils import Cache
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.utils.output_capturing import OutputRecorder
+
+from depthmix.configuration.configuration_depth_attention import CONFIGURATIONS
+from depthmix.kernels.depth_implementations import check_implementation
+from depthmix.kernels.depth_value_mix import depth_value_weights
+
+from .decoder_layers import DecoderAttention, DecoderLayer
+from .depth_decoder import DepthDecoderModel, Ledger, ModelClasses
+from .transformers_versions import accepts_both_cache_names
+
+
+class DepthAttention(DecoderAttention):
+    """Attention over values that are mixed with those of the source layers."""
+
+    def __init__(self, config: PreTrainedConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        check_implementation(config.depth_impl, "depth_value_mix")
+        # a source in one of the passes returns its key and value in all of them
+        self.is_depth_source = layer_idx in source_layers(config)
+        self.is_looped = config.num_loops > 1
+
+    @accepts_both_cache_names
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None,
+        past_key_values: Cache | None = None,
+        source_keys: Sequence[torch.Tensor] = (),
+        source_values: Sequence[torch.Tensor] = (),
+        output_depth_weights: bool = False,
+        cache_slot: int | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """
+        Returns the output `[B, T, hidden]`, the attention weights and the depth weights (each None if not asked for),
+        and in a source layer also the key and the mixed value of these tokens, `[B, Hkv, T, d]`. In a looped model
+        `cache_slot` counts the layers of all passes.
+        """
+        caches = past_key_values, kwargs.get("cache")
+        if self.is_looped and (
+            not all(isinstance(cache, Cache | None) for cache in caches) or "attention_instances" in kwargs
+        ):
+            raise ValueError(
+                "num_loops > 1: continuous batching and attention functions of servers are not supported, since they "
+                "keep the keys and values of one pass only."
+            )
+        query, key, value = self.finish(
+            *self.project(hidden_states), position_embeddings, source_keys=source_keys, source_values=source_values
+        )
+        depth_weights = None
+        if output_depth_weights:
+            depth_weights = depth_value_weights(query, [*source_keys, key], scaling=self.scaling)
+        keys, values = self.remember(key, value, past_key_values, kwargs, cache_slot)
+        attn_output, attn_weights = self.read(query, keys, values, attention_mask, kwargs)
+        if not self.is_depth_source:
+            return attn_output, attn_weights, depth_weights
+        if keys is not key and keys.shape == key.shape and keys.dtype == key.dtype and not torch.is_grad_enabled():
+            # the cache has nothing but these tokens: readers share its copy
+            key, value = keys, values
+        elif not source_keys:
+            # an unmixed value is a view of the projection's output, and FSDP2 warns of modules that return views
+            value = value.clone()
+        return attn_output, attn_weights, depth_weights, key, value
+
+
+def source_layers(config: PreTrainedConfig) -> set[int]:
+    """The layers that are a source of some layer, in whichever pass."""
+    return {source % config.num_hidden_layers for sources in config.depth_sources for source in sources}
+
+
+class DepthAttentionLayer(DecoderLayer):
+    """
+    A decoder layer with Depth-Attention. After the hidden states it takes the keys and values of its sources as
+    positional tensors (`key_0, value_0, key_1, value_1, …`), and where it is a source itself it returns its own after
+    the hidden states.
+    """
+
+    attention_class = DepthAttention
+
+    @accepts_both_cache_names
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        *sources: torch.Tensor,
+        past_key_values: Cache | None = None,
+        **kwargs,
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        update, _, _, *key_and_value = self.self_attn(
+            hidden_states=self.normalise(0, hidden_states),
+            past_key_values=past_key_values,
+            source_keys=sources[0::2],
+            source_values=sources[1::2],
+            **kwargs,
+        )
+        hidden_states = hidden_states + self.normalise(1, update)
+        hidden_states = hidden_states + self.feed_forward(hidden_states)
+        return (hidden_states, *key_and_value) if key_and_value else hidden_states
+
+
+class DepthAttentionLedger(Ledger):
+    """The keys and values of source layers, each until its last reader has run."""
+
+    def __init__(self, model, embeddings, kwargs):
+        super().__init__(model, embeddings, kwargs)
+        self.keys_and_values: dict[int, Sequence[torch.Tensor]] = {}
+
+    def read(self, step: int) -> Sequence[torch.Tensor]:
+        sources = self.model.depth_sources[step]
+        return self.hidden_states, *(tensor for source in sources for tensor in self.keys_and_values[source])
+
+    def keep(self, step: int, outputs: tuple[torch.Tensor, ...]) -> None:
+        is_source = step % len(self.model.layers) in self.model.source_layers
+        self.hidden_states, *key_and_value = self.expect(step, outputs, 3 if is_source else 1)
+        for source in self.model.depth_sources[step]:
+            if self.model.last_reader[source] == step:
+                del self.keys_and_values[source]
+        if step in self.model.last_reader:
+            self.keys_and_values[step] = key_and_value
+
+
+class DepthAttentionDecoder(DepthDecoderModel):
+    __doc__ = DepthDecoderModel.__doc__
+    ledger_class = DepthAttentionLedger
+
+    @staticmethod
+    def mixes_layers(config: PreTrainedConfig) -> bool:
+        return any(config.depth_sources) or config.num_loops > 1
+
+    def add_modules(self, config: PreTrainedConfig) -> None:
+        self.depth_sources = config.depth_sources
+        self.last_reader = {source: reader for reader, read in enumerate(self.depth_sources) for source in read}
+        self.source_layers = source_layers(config)
+
+
+MODELS = ModelClasses(
+    __name__,
+    CONFIGURATIONS,
+    layer=DepthAttentionLayer,
+    model=DepthAttentionDecoder,
+    tags=("depthmix", "depth-attention"),
+    recorded=(("depth_weights", OutputRecorder(DepthAttention, index=2)),),
+)
+__getattr__ = MODELS.module_getattr(globals())
+__all__ = ["MODELS"]
