@@ -11,12 +11,11 @@ import torch
 from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
 
-from .decoder_layers import DecoderLayer
 from .transformers_versions import HOST_CACHE_NAME
 
 
-class KimiLinearSubLayers(DecoderLayer):
-    """How a decoder layer makes and calls the sub-layers of Kimi Linear. It precedes a method's layer."""
+class KimiLinearSubLayers:
+    """How a [`DecoderLayer`] makes and calls the sub-layers of Kimi Linear: a mixin that precedes a method's layer."""
 
     def make_sub_layers(self, config: PreTrainedConfig) -> tuple[nn.Module, nn.Module]:
         stock = config.depth_backbone.stock_class
