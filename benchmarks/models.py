@@ -20,7 +20,7 @@ from depthmix import (
     MoDAOlmo2Config,
     MoDAOlmo2ForCausalLM,
 )
-from depthmix.modeling.depth_modeling_common import HOST_CACHE_NAME
+from depthmix.modeling.transformers_versions import HOST_CACHE_NAME
 
 from .harness import DEVICE, Measurement, measure, release_memory
 

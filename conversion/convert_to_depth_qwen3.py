@@ -5,8 +5,8 @@ from typing import Any
 
 from transformers import LlamaConfig, Qwen3Config
 
-from depthmix.configuration.configuration_depth_qwen3 import DepthQwen3Config
-from depthmix.modeling.modeling_depth_qwen3 import DepthQwen3ForCausalLM
+from depthmix.configuration.configuration_depth_attention import DepthQwen3Config
+from depthmix.modeling.modeling_depth_attention import DepthQwen3ForCausalLM
 
 from .conversion_target import AcceptedSource, ConversionTarget, TranslatedConfig
 from .errors import ConversionError

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers import Olmo2Config
 
-from depthmix.configuration.configuration_moda_olmo2 import MoDAOlmo2Config
-from depthmix.modeling.modeling_moda_olmo2 import MoDAOlmo2ForCausalLM
+from depthmix.configuration.configuration_moda import MoDAOlmo2Config
+from depthmix.modeling.modeling_moda import MoDAOlmo2ForCausalLM
 
 from .conversion_target import AcceptedSource, ConversionTarget, TranslatedConfig
 from .source_configs import all_fields, build_config, check_vanilla, read_stock

@@ -22,7 +22,7 @@ from depthmix import (
     MoDAOlmo2Config,
     MoDAOlmo2ForCausalLM,
 )
-from depthmix.modeling.depth_modeling_common import HOST_CACHE_NAME
+from depthmix.modeling.transformers_versions import HOST_CACHE_NAME
 
 
 # elongated, so that what is counted outweighs what is not

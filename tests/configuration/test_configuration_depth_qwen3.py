@@ -10,7 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, Qwen3Config
 
 from depthmix import DepthQwen3Config, DepthQwen3ForCausalLM
-from depthmix.configuration import configuration_depth_qwen3
+from depthmix.configuration import configuration_depth_attention
 
 
 OWN_FIELDS = {
@@ -192,7 +192,7 @@ PathFinder.find_spec = lambda name, *rest: None if name.split(".")[0] == "torch"
 
 package = sys.modules["saved"] = types.ModuleType("saved")
 package.__path__ = [os.path.dirname(sys.argv[1])]
-module = importlib.import_module("saved.configuration_depth_qwen3")
+module = importlib.import_module("saved.configuration_depth_attention")
 config = module.DepthQwen3Config(num_hidden_layers=4)
 config.save_pretrained(sys.argv[2])
 assert module.DepthQwen3Config.from_pretrained(sys.argv[2]).to_dict() == config.to_dict()
@@ -203,7 +203,7 @@ print(config.depth_sources)
 
 def test_file_works_without_torch(tmp_path):
     """As it is loaded from a saved model; the package itself imports the models, which need torch."""
-    path = configuration_depth_qwen3.__file__
+    path = configuration_depth_attention.__file__
     command = [sys.executable, "-c", WITHOUT_TORCH, path, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

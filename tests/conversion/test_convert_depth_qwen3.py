@@ -609,4 +609,4 @@ def test_own_code_of_a_source_is_left_behind(qwen3_source, edit_config, tmp_path
     assert "auto_map" in report.warnings[0] and "tokenizer needs code" in report.warnings[1]
     assert not (tmp_path / "converted" / "modeling_evil.py").exists()
     auto_map = json.loads((tmp_path / "converted" / "config.json").read_text())["auto_map"]
-    assert auto_map["AutoModelForCausalLM"] == "modeling_depth_qwen3.DepthQwen3ForCausalLM"
+    assert auto_map["AutoModelForCausalLM"] == "modeling_depth_attention.DepthQwen3ForCausalLM"

@@ -181,7 +181,7 @@ class TestPush:
         create, (_, repo_id, files) = hub["calls"]
         assert create == ("create", "acme/depth", True, "secret")
         assert (repo_id, files) == ("acme/depth", report.files)
-        assert {"README.md", "config.json", "model.safetensors", "modeling_depth_qwen3.py"} <= set(files)
+        assert {"README.md", "config.json", "model.safetensors", "modeling_depth_attention.py"} <= set(files)
         # what an earlier upload with other shards left there
         earlier = ["model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
         others = [

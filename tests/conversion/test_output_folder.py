@@ -226,7 +226,7 @@ class TestDestination:
         assert str(plan).startswith("Plan (nothing written)")
         report = convert(source, workplace / "a" / "converted", progress=False, shard_size=shard_size)
         assert plan.files == report.files
-        assert {"generation_config.json", "tokenizer_config.json", "modeling_depth_qwen3.py"} < set(plan.files)
+        assert {"generation_config.json", "tokenizer_config.json", "modeling_depth_attention.py"} < set(plan.files)
 
 
 class TestOverwriting:
@@ -254,7 +254,7 @@ class TestOverwriting:
         shutil.copytree(source, workplace / "model")
         auto_map = {"AutoModel": "modeling_mine.Mine", "AutoTokenizer": ["acme/repo--tokenization_mine.Mine", None]}
         edit_config(workplace / "model", auto_map=auto_map)
-        own = ("modeling_mine.py", "tokenization_mine.py", "depth_modeling_common.py")
+        own = ("modeling_mine.py", "tokenization_mine.py", "decoder_layers.py")
         self.put(workplace / "model", (*own, ".gitattributes", "additional_chat_templates/a.jinja", "LICENSE"))
         report = convert(source, workplace / "model", overwrite=True, progress=False)
         assert sorted(path.name for path in (workplace / "model").iterdir()) == report.files

@@ -164,13 +164,18 @@ def test_a_family_whose_configuration_derives_from_another(tiny, tmp_path):
     class DerivedConfig(DepthQwen3Config):
         model_type = "derived"
 
-    auto_map = {"AutoConfig": "configuration_depth_qwen3.DepthQwen3Config"}
+    auto_map = {"AutoConfig": "configuration_depth_attention.DepthQwen3Config"}
     for _ in range(2):
         ship_remote_code(DerivedConfig, auto_map)
     DerivedConfig(**tiny).save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == auto_map
     files = sorted(file.name for file in tmp_path.glob("*.py"))
-    assert files == ["configuration_depth_common.py", "configuration_depth_qwen3.py"]
+    assert files == [
+        "configuration_dense_decoder.py",
+        "configuration_depth_attention.py",
+        "configuration_depth_common.py",
+        "depth_backbones.py",
+    ]
 
 
 def test_classes_registered_by_the_user(monkeypatch, build, assert_complete, tmp_path):
@@ -192,7 +197,7 @@ def test_what_the_user_maps_stays(tiny, tmp_path):
     config.auto_map = {
         "AutoModelForTokenClassification": "my_head.MyHead",
         "AutoModelForCausalLM": "my_model.MyModel",
-        "AutoModel": "some/repo--modeling_depth_qwen3.DepthQwen3Model",
+        "AutoModel": "some/repo--modeling_depth_attention.DepthQwen3Model",
         "AutoTokenizer": ["my_tokenizer.Slow", None],
     }
     config.save_pretrained(tmp_path)
@@ -248,7 +253,7 @@ def test_command_adds_code(build, assert_complete, tmp_path):
         (None, "has no config.json"),
         (
             {"model_type": "qwen3"},
-            "model_type is 'qwen3', must be one of attnres, denseformer, depth_qwen3, mhc, moda_olmo2",
+            "model_type is 'qwen3', must be one of depth_qwen3, depth_qwen2, ",
         ),
         ({}, "model_type is None"),
     ],

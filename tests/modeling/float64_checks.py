@@ -5,8 +5,8 @@ import torch
 from hypothesis import strategies as st
 from plain_decoder import plain_frequencies
 from torch import nn
-from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from depthmix.modeling.lent_weights import DepthRMSNorm
 
 
 class ExactNorm(nn.Module):
@@ -30,13 +30,13 @@ class ExactRotary(nn.Module):
 
 def exact(model, kept=()):
     """
-    The model in float64 throughout: by themselves, transformers' norms and rotations stay in fp32. The norms of the
+    The model in float64 throughout: by themselves, norms and rotations stay in fp32. The norms of the
     names in `kept` stay as they are.
     """
     model.double()
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if isinstance(child, Qwen3RMSNorm | Olmo2RMSNorm) and name not in kept:
+            if isinstance(child, DepthRMSNorm) and name not in kept:
                 setattr(module, name, ExactNorm(child))
     model.model.rotary_emb = ExactRotary(model.config.to_dict())
     return model

@@ -10,7 +10,7 @@ from plain_attnres import plain_attnres_logits
 from torch import nn
 
 from depthmix import AttnResConfig, AttnResForCausalLM, AttnResModel
-from depthmix.modeling.modeling_dense_decoder import DenseDecoderAttention
+from depthmix.modeling.decoder_layers import DecoderAttention
 
 
 FUSED_NORMS = ("input_layernorm", "post_attention_layernorm", "norm")
@@ -180,12 +180,13 @@ def test_key_norm_position(place, expected):
         },
         **{"rms_norm_eps": 1e-5, "key_norm_position": place},
     )
-    attention = DenseDecoderAttention(config, 0)
+    attention = DecoderAttention(config, 0)
     with torch.no_grad():
         attention.k_proj.weight.copy_(torch.eye(4))
         attention.k_norm.weight.copy_(torch.tensor([1, 0.5, 2, 1.5]))
     angles = 3 * torch.tensor([1.0, 0.01]).repeat(2)[None, None]
-    _, key, _ = attention.project(torch.tensor([[[1, 2, -1, 0.5]]]), (angles.cos(), angles.sin()))
+    flat = attention.project(torch.tensor([[[1, 2, -1, 0.5]]]))
+    _, key, _ = attention.finish(*flat, (angles.cos(), angles.sin()))
     assert key.shape == (1, 1, 1, 4)
     torch.testing.assert_close(key[0, 0, 0].double(), listed(expected), atol=1e-6, rtol=0)
 

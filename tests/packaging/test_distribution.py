@@ -87,7 +87,7 @@ def test_wheel_works_without_the_repository(distributions, tmp_path):
         "depthmix.DepthQwen3Config().save_pretrained(sys.argv[2])\n"
     )
     subprocess.run([sys.executable, "-c", code, tmp_path / "installed", tmp_path / "saved"], check=True, cwd=tmp_path)
-    assert (tmp_path / "saved" / "modeling_depth_qwen3.py").is_file()
+    assert (tmp_path / "saved" / "modeling_depth_attention.py").is_file()
 
 
 def test_wheel_works_in_a_checkout(distributions, tmp_path):
