@@ -39,8 +39,10 @@ def rotate(
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
 
     def turn(states: torch.Tensor) -> torch.Tensor:
-        first, second = states.chunk(2, dim=-1)
-        return (states * cos + torch.cat((-second, first), dim=-1) * sin).to(states.dtype)
+        # in the order of the stock decoders, so that autograd adds gradients up in theirs
+        rotated, half = states * cos, states.shape[-1] // 2
+        first, second = states[..., :half], states[..., half:]
+        return (rotated + torch.cat((-second, first), dim=-1) * sin).to(states.dtype)
 
     return turn(query), turn(key)
 

@@ -52,6 +52,9 @@ class Ledger:
             The keywords of the forward, which all layers get; a ledger may take some out, and add others.
     """
 
+    # whether a layer that returns what it was given, as one that was skipped does, would change the meaning of others
+    needs_every_layer: ClassVar[bool] = False
+
     def __init__(self, model: "DepthDecoderModel", embeddings: torch.Tensor, kwargs: dict[str, Any]):
         self.model = model
         self.hidden_states = embeddings
@@ -74,8 +77,8 @@ class Ledger:
         return apply_norm(self.model.norm, self.hidden_states, self.model.depth_impl), None
 
     def expect(self, step: int, outputs: tuple[torch.Tensor, ...], count: int) -> tuple[torch.Tensor, ...]:
-        """The outputs, if there are so many and the first is not the state that the layer was given."""
-        if len(outputs) != count or outputs[0] is self.hidden_states:
+        """The outputs, if they are as many as this layer has to return, and not from a layer that was skipped."""
+        if len(outputs) != count or (self.needs_every_layer and outputs[0] is self.hidden_states):
             raise foreign_layer(step % len(self.model.layers))
         return outputs
 
@@ -198,8 +201,7 @@ class DepthDecoderModel:
         Raises:
             `ValueError`: if depth weights are asked for, by argument or in the configuration, and there are none.
         """
-        asked = kwargs.pop("output_depth_weights", None)
-        asked = bool(getattr(self.config, "output_depth_weights", False) if asked is None else asked)
+        asked = bool(kwargs.pop("output_depth_weights", getattr(self.config, "output_depth_weights", False)))
         if self.no_depth_weights is None:
             kwargs["output_depth_weights"] = asked
         elif asked:

@@ -236,6 +236,8 @@ class AttnResLayer(DecoderLayer):
 class AttnResLedger(Ledger):
     """The finished sources, what phase 1 has made of them for the sites to come, and the depth weights."""
 
+    needs_every_layer = True
+
     def __init__(self, model, embeddings, kwargs):
         super().__init__(model, embeddings, kwargs)
         self.output_depth_weights: bool = kwargs["output_depth_weights"]

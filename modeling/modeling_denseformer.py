@@ -67,6 +67,8 @@ class DenseFormerLayer(DecoderLayer):
 class DenseFormerLedger(Ledger):
     """The embedding (0) and the outputs of the layers (i of the i-th), each as long as a later layer reads it."""
 
+    needs_every_layer = True
+
     def __init__(self, model, embeddings, kwargs):
         super().__init__(model, embeddings, kwargs)
         self.history = {0: embeddings}

@@ -9,10 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from depthmix import DepthQwen3Config, DepthQwen3ForCausalLM
 from depthmix.conversion import ConversionError, convert, converter, inspect_checkpoint
+from depthmix.modeling.lent_weights import DepthRMSNorm
 
 
 def logits_of(folder, ids, **kwargs):
@@ -373,7 +374,7 @@ class TestReleasedLayout:
             angles = (position_ids[..., None].to(x.dtype) * 10000.0**-half).repeat(1, 1, 2)
             return angles.cos(), angles.sin()
 
-        monkeypatch.setattr(Qwen3RMSNorm, "forward", norm)
+        monkeypatch.setattr(DepthRMSNorm, "forward", norm)
         monkeypatch.setattr(Qwen3RotaryEmbedding, "forward", rotary)
 
     def load(self, folder):

@@ -292,7 +292,7 @@ class TestPhases:
     def test_norms_with_hooks_are_called(self, build, token_ids):
         model, ids, seen = build(**DEEP), token_ids(2, 7), []
         expected = model(ids).logits
-        norms = [module for module in model.modules() if type(module).__name__ == "Qwen3RMSNorm"]
+        norms = [module for module in model.modules() if type(module).__name__ == "DepthRMSNorm"]
         norms = [norm for norm in norms if norm.weight.numel() == 64]
         for norm in norms:
             norm.register_forward_hook(lambda *_: seen.append(0))
