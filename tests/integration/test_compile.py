@@ -38,7 +38,9 @@ def test_inference(family, build_awake, token_ids, logits_of, counting):
     assert counting.frame_count == 1
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize(
+    "checkpointing", [False, pytest.param(True, marks=pytest.mark.sampled(2))], ids=["plain", "checkpointing"]
+)
 def test_training_step(
     family,
     checkpointing,
@@ -59,7 +61,9 @@ def test_training_step(
     assert counting.frame_count == 1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.two_families
+@pytest.mark.once
 @pytest.mark.slow
 def test_lengths_share_a_graph(family, build_awake, token_ids, logits_of, counting):
     model = build_awake(family, **family.densest, num_hidden_layers=3)
@@ -165,7 +169,9 @@ def test_depth_weights(build_awake, token_ids, counting, family):
         assert_close(weights, own)
 
 
-@pytest.mark.parametrize("strict", [False, True], ids=["non_strict", "strict"])
+@pytest.mark.parametrize(
+    "strict", [False, pytest.param(True, marks=pytest.mark.sampled(2))], ids=["non_strict", "strict"]
+)
 def test_export(family, strict, build_awake, token_ids, logits_of):
     model = build_awake(family, **family.densest)
     length = torch.export.Dim("length", min=2, max=64)
@@ -181,7 +187,9 @@ def test_export(family, strict, build_awake, token_ids, logits_of):
         assert_close(program.module()(input_ids=ids, use_cache=False).logits, logits_of(model, ids))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.two_families
 @pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="inductor needs a C++ compiler on CPU")
 def test_inductor(family, build_awake, token_ids, gradients, assert_same_gradients):
