@@ -209,6 +209,7 @@ def pytest_itemcollected(item):
         item.add_marker(pytest.mark.exhaustive)
     if item.get_closest_marker("long") and place > 0:
         item.add_marker(pytest.mark.once)
+        item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish():
