@@ -100,6 +100,7 @@ def test_static_cache_decoding(family, build_awake, token_ids, logits_of, counti
 
 
 @pytest.mark.interpreter
+@pytest.mark.sampled(2)
 def test_decoding_with_kernels_reads_weights_of_one_input_together(family, build_awake, token_ids, logits_of):
     """One kernel each: query, key and value; the output; each half of the gated network. Hooked modules are called."""
     model, kernels = build_awake(family, num_hidden_layers=2, depth_impl="triton"), []
@@ -155,6 +156,7 @@ def test_forwards_replaced_after_compilation_are_called(family, build_awake, tok
         assert_close(logits_of(compiled, ids, use_cache=False), expected)
 
 
+@pytest.mark.sampled(2)
 def test_depth_weights(build_awake, token_ids, counting, family):
     if not family.has_depth_weights:
         pytest.skip("this family returns none")
