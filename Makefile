@@ -5,20 +5,26 @@ OLDEST := .venv-oldest
 PRINT_SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-fast test-gpu quality style clean
+.PHONY: demo test test-all test-fast test-gpu quality style clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/python examples/demo.py
 
-# the second time, with the oldest transformers, without what does not depend on it; saved and loaded there, one family
+# two workers; who has nothing left to do takes tests from the other
+PYTEST := -m pytest -n 2 --dist worksteal
+
+# with the newest supported transformers, and with the oldest what depends on it; setup.cfg explains the markers
 test: $(VENV)/ready $(OLDEST)/ready
-	$(VENV)/bin/python -m pytest -n 2 --peer-python $(OLDEST)/bin/python tests
-	$(OLDEST)/bin/python -m pytest -n 2 -m "not slow" --peer-python $(VENV)/bin/python \
-	    --ignore tests/kernels --ignore tests/benchmarks \
-	    -k "not same-attnres and not same-denseformer and not same-mhc and not same-moda_olmo2" tests
+	$(VENV)/bin/python $(PYTEST) -m "not exhaustive" --peer-python $(OLDEST)/bin/python tests
+	$(OLDEST)/bin/python $(PYTEST) -m "not exhaustive and not once" --peer-python $(VENV)/bin/python tests
+
+# besides, every family of the slow checks and every GPU that kernels are compiled for
+test-all: $(VENV)/ready $(OLDEST)/ready
+	$(VENV)/bin/python $(PYTEST) --peer-python $(OLDEST)/bin/python tests
+	$(OLDEST)/bin/python $(PYTEST) -m "not once" --peer-python $(VENV)/bin/python tests
 
 test-fast: $(VENV)/ready
-	$(VENV)/bin/python -m pytest -n 2 -m "not slow" tests
+	$(VENV)/bin/python $(PYTEST) -m "not slow and not exhaustive" tests
 
 test-gpu: $(VENV)/ready
 	$(VENV)/bin/python -m pytest tests/gpu tests/kernels

@@ -1,14 +1,19 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """Fixtures that every folder of tests shares."""
 
+import gc
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 
-# before the libraries are imported: no look-ups on the Hub, no oversubscription by parallel test workers
+# before the libraries are imported, and for the processes that tests start: no look-ups on the Hub, no
+# oversubscription by parallel test workers
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch
@@ -37,6 +42,13 @@ from depthmix import (
 from depthmix.kernels import depth_implementations
 
 
+# lets tests import what lies in this folder
+sys.path.append(str(Path(__file__).parent))
+
+from faster_interpreter import do_repeated_work_once
+
+
+do_repeated_work_once()
 logging.disable_progress_bar()
 
 # a wide initialisation keeps the mixing awake: with the usual 0.02 the depth scores are nearly equal and a wrong key
@@ -189,6 +201,26 @@ def pytest_runtest_setup(item):
         pytest.skip("needs Triton's interpreter")
 
 
+def pytest_itemcollected(item):
+    """Of a test that takes long, some families are left to another run, as its markers say."""
+    family = item.callspec.params.get("family") if hasattr(item, "callspec") else None
+    place = list(FAMILIES.values()).index(family) if family in FAMILIES.values() else 0
+    if (sampled := item.get_closest_marker("sampled")) and place >= sampled.args[0]:
+        item.add_marker(pytest.mark.exhaustive)
+    if item.get_closest_marker("long") and place > 0:
+        item.add_marker(pytest.mark.once)
+        item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish():
+    """
+    From here on the garbage collector looks at what tests make only: with all that is loaded, a full collection, as
+    the Trainer and the compiler ask for, took half a second.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_generate_tests(metafunc):
     """`family` runs a test over the families, `pattern` besides over the patterns of sources of each."""
     families = FAMILIES
@@ -202,13 +234,7 @@ def pytest_generate_tests(metafunc):
         ]
         metafunc.parametrize("family, pattern", cases)
     elif "family" in metafunc.fixturenames:
-        # what takes long, on one version of transformers for all families, on the other for the first
-        is_long = metafunc.definition.get_closest_marker("long")
-        cases = [
-            pytest.param(family, id=name, marks=[pytest.mark.slow] if is_long and i > 0 else [])
-            for i, (name, family) in enumerate(families.items())
-        ]
-        metafunc.parametrize("family", cases)
+        metafunc.parametrize("family", families.values(), ids=families)
 
 
 @pytest.fixture(autouse=True)

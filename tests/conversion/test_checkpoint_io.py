@@ -22,6 +22,9 @@ from depthmix.conversion import ConversionError, checkpoint_io, convert, inspect
 from depthmix.conversion.checkpoint_io import TensorWrite, open_checkpoint, plan_shards, write_checkpoint
 
 
+# what the models of the oldest transformers say to converted checkpoints is tested with the converters
+pytestmark = pytest.mark.once
+
 INDEX = "model.safetensors.index.json"
 
 

@@ -16,6 +16,9 @@ from depthmix.conversion import ConversionError, convert, converter
 from depthmix.conversion.output_folder import staged_folder
 
 
+pytestmark = pytest.mark.once
+
+
 def snapshot(folder):
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 

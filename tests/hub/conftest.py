@@ -17,10 +17,14 @@ from transformers.dynamic_module_utils import get_imports, get_relative_import_f
 from depthmix.auto import AUTO_MAPS
 
 
-# runs one function of a test module; the module must not import depthmix
+# runs functions of test modules, each in a process of its own, which this one forks after the slow imports; the
+# modules must not import depthmix
 RUNNER = """
-import os, runpy, sys, warnings
+import gc, json, os, runpy, sys, traceback, warnings
 from importlib.util import find_spec
+
+# until it is frozen, for the sake of the children
+gc.disable()
 
 sys.modules.update(dict.fromkeys(os.environ["BLOCKED"].split()))
 assert find_spec("depthmix") is None, "depthmix can be imported here: this environment is not clean"
@@ -30,10 +34,39 @@ import torch
 torch.set_num_threads(1)
 warnings.filterwarnings("error", category=FutureWarning, module="transformers")
 warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # peft 0.21 reads it
-path, name, arguments, result = sys.argv[1:]
-returned = runpy.run_path(path)[name](*torch.load(arguments))
-assert "depthmix" not in sys.modules
-torch.save(returned, result)
+
+from transformers import AutoModelForCausalLM, Qwen3ForCausalLM, Trainer, dynamic_module_utils
+
+
+def call(path, name, folder):
+    os.chdir(folder)
+    # whoever asks for permission to run remote code gets no answer
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for number in (1, 2):
+        os.dup2(os.open("log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    # for each function its own
+    dynamic_module_utils.HF_MODULES_CACHE = f"{folder}/huggingface/modules"
+    returned = runpy.run_path(path)[name](*torch.load("arguments"))
+    assert "depthmix" not in sys.modules
+    torch.save(returned, f"{folder}/result")
+
+
+gc.freeze()
+gc.enable()
+answers = os.fdopen(os.dup(1), "w", buffering=1)
+for line in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            call(*json.loads(line))
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush(), sys.stderr.flush()
+            os._exit(status)
+    print(os.waitpid(child, 0)[1], file=answers)
 """
 
 
@@ -43,6 +76,12 @@ def pytest_generate_tests(metafunc):
         if peer := metafunc.config.getoption("--peer-python"):
             interpreters["peer"] = os.path.abspath(peer)
         metafunc.parametrize("clean_python", interpreters.values(), ids=interpreters, indirect=True)
+
+
+def pytest_itemcollected(item):
+    """What is saved and loaded with one version of transformers, with the oldest for the first family only."""
+    if hasattr(item, "callspec") and item.callspec.params.get("clean_python") == sys.executable:
+        item.add_marker(pytest.mark.long)
 
 
 @pytest.fixture
@@ -59,38 +98,57 @@ def site_folders(python: str) -> str:
     return os.pathsep.join(path for path in paths if Path(path).name in ("site-packages", "dist-packages"))
 
 
-@pytest.fixture
-def clean_python(request, tmp_path_factory):
-    """
-    `clean_python(function, *arguments, blocked=())` calls a function of the test's module in a process without
-    depthmix, and returns what it returns (tensors, strings, numbers, lists). The test runs for this environment and
-    for that of `--peer-python`. The `blocked` packages cannot be imported in the process.
-    """
-    python = request.param
-    folder = tmp_path_factory.mktemp("clean")
+def start_runner(python: str, home: Path, blocked=()) -> subprocess.Popen:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "HF_"))}
     environment |= {
         "PYTHONPATH": site_folders(python),
-        "HF_HOME": str(folder / "huggingface"),
+        "HF_HOME": str(home),
         "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
         "TQDM_DISABLE": "1",
+        "BLOCKED": " ".join(blocked),
     }
+    # -S: without .pth files, so without the editable installation
+    command = [python, "-S", "-c", RUNNER]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=home.parent, env=environment, **pipes)
+
+
+@pytest.fixture(scope="session")
+def runner(tmp_path_factory):
+    """`runner(python)` gives the process of this interpreter that blocks nothing; it starts once."""
+    started = {}
+
+    def runner(python):
+        if python not in started:
+            started[python] = start_runner(python, tmp_path_factory.mktemp("runner") / "huggingface")
+        return started[python]
+
+    yield runner
+    for process in started.values():
+        process.communicate()
+
+
+@pytest.fixture
+def clean_python(request, runner, tmp_path_factory):
+    """
+    `clean_python(function, *arguments, blocked=())` calls a function of the test's module in a process without
+    depthmix, and returns what it returns (tensors, strings, numbers, lists). The test runs for this environment and
+    for that of `--peer-python`. Where packages are `blocked`, which cannot be imported then, `clean_python.cache` is
+    the Hub's cache.
+    """
+    folder = tmp_path_factory.mktemp("clean")
 
     def clean_python(function, *arguments, blocked=()):
         torch.save(arguments, folder / "arguments")
-        # -S: without .pth files, so without the editable installation
-        command = [python, "-S", "-c", RUNNER, inspect.getsourcefile(function), function.__name__]
-        command += [folder / "arguments", folder / "result"]
-        run = subprocess.run(
-            command,
-            cwd=folder,
-            env=environment | {"BLOCKED": " ".join(blocked)},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-        )
-        assert run.returncode == 0, run.stderr
+        (folder / "log").write_text("")
+        call = json.dumps([inspect.getsourcefile(function), function.__name__, str(folder)])
+        if blocked:
+            status, _ = start_runner(request.param, folder / "huggingface", blocked).communicate(f"{call}\n")
+        else:
+            process = runner(request.param)
+            print(call, file=process.stdin, flush=True)
+            status = process.stdout.readline()
+        assert status == "0\n", (folder / "log").read_text()
         return torch.load(folder / "result")
 
     clean_python.cache = folder / "huggingface" / "hub"

@@ -37,7 +37,7 @@ def test_gradients_are_exact(
 def test_with_kernels(
     family, use_reentrant, build_awake, token_ids, gradients, assert_same_gradients, enable_checkpointing
 ):
-    model = build_awake(family, **family.densest, depth_impl="triton").train()
+    model = build_awake(family, **family.densest, num_hidden_layers=3, depth_impl="triton").train()
     ids = token_ids(2, 7)
     expected = gradients(model, ids)
     enable_checkpointing(model, use_reentrant=use_reentrant)

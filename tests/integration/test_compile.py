@@ -38,7 +38,9 @@ def test_inference(family, build_awake, token_ids, logits_of, counting):
     assert counting.frame_count == 1
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize(
+    "checkpointing", [False, pytest.param(True, marks=pytest.mark.sampled(2))], ids=["plain", "checkpointing"]
+)
 def test_training_step(
     family,
     checkpointing,
@@ -59,7 +61,9 @@ def test_training_step(
     assert counting.frame_count == 1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.two_families
+@pytest.mark.once
 @pytest.mark.slow
 def test_lengths_share_a_graph(family, build_awake, token_ids, logits_of, counting):
     model = build_awake(family, **family.densest, num_hidden_layers=3)
@@ -96,6 +100,7 @@ def test_static_cache_decoding(family, build_awake, token_ids, logits_of, counti
 
 
 @pytest.mark.interpreter
+@pytest.mark.sampled(2)
 def test_decoding_with_kernels_reads_weights_of_one_input_together(family, build_awake, token_ids, logits_of):
     """One kernel each: query, key and value; the output; each half of the gated network. Hooked modules are called."""
     model, kernels = build_awake(family, num_hidden_layers=2, depth_impl="triton"), []
@@ -151,6 +156,7 @@ def test_forwards_replaced_after_compilation_are_called(family, build_awake, tok
         assert_close(logits_of(compiled, ids, use_cache=False), expected)
 
 
+@pytest.mark.sampled(2)
 def test_depth_weights(build_awake, token_ids, counting, family):
     if not family.has_depth_weights:
         pytest.skip("this family returns none")
@@ -165,7 +171,9 @@ def test_depth_weights(build_awake, token_ids, counting, family):
         assert_close(weights, own)
 
 
-@pytest.mark.parametrize("strict", [False, True], ids=["non_strict", "strict"])
+@pytest.mark.parametrize(
+    "strict", [False, pytest.param(True, marks=pytest.mark.sampled(2))], ids=["non_strict", "strict"]
+)
 def test_export(family, strict, build_awake, token_ids, logits_of):
     model = build_awake(family, **family.densest)
     length = torch.export.Dim("length", min=2, max=64)
@@ -181,7 +189,9 @@ def test_export(family, strict, build_awake, token_ids, logits_of):
         assert_close(program.module()(input_ids=ids, use_cache=False).logits, logits_of(model, ids))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.two_families
 @pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="inductor needs a C++ compiler on CPU")
 def test_inductor(family, build_awake, token_ids, gradients, assert_same_gradients):

@@ -2,7 +2,6 @@
 """Two processes over gloo; starting them is what takes the time, so one start serves all checks of a family."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 from depthmix.kernels.depth_implementations import INTERPRETED
 
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.sampled(2)]
 
 # of a family with many, the one with most in it
 PATTERNS = {"depth_qwen3": ["window"], "attnres": ["block_3"], "moda_olmo2": ["window"]}
@@ -34,7 +33,6 @@ def run_two_processes(tmp_path):
                     workers.append(
                         subprocess.Popen(
                             [sys.executable, WORKER, str(rank), tmp_path / "rendezvous", results[rank], *arguments],
-                            env=os.environ | {"OMP_NUM_THREADS": "1"},
                             stdout=log,
                             stderr=subprocess.STDOUT,
                         )

@@ -6,6 +6,7 @@ Usage: two_process_worker.py RANK RENDEZVOUS_FILE RESULTS.json NAME=MODEL_FOLDER
 """
 
 import copy
+import gc
 import json
 import sys
 import traceback
@@ -24,6 +25,12 @@ from transformers.utils import logging
 
 import depthmix  # noqa: F401 registers the model classes
 from depthmix.kernels.depth_implementations import INTERPRETED
+
+
+# lets this script import what lies in the folder of all tests
+sys.path.append(str(Path(__file__).parents[1]))
+
+from faster_interpreter import do_repeated_work_once
 
 
 WORLD_SIZE = 2
@@ -196,6 +203,9 @@ def pipeline(folder, ids):
 def main():
     rank, rendezvous, results_path, *folders = sys.argv[1:]
     torch.set_num_threads(1)
+    # what is loaded stays; looking for garbage in it takes long
+    gc.freeze()
+    do_repeated_work_once()
     logging.disable_progress_bar()
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=int(rank), world_size=WORLD_SIZE)
     folders = dict(folder.split("=", 1) for folder in folders)

@@ -1,10 +1,12 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """
-Compiles the Triton kernels for GPUs that are not there. As a script it prints, as JSON, what it has compiled.
+Compiles the Triton kernels for GPUs that are not there. As a script it prints, as JSON, what it has compiled for the
+targets that its command line names.
 """
 
 import inspect
 import json
+import sys
 from unittest.mock import patch
 
 import torch
@@ -118,7 +120,8 @@ def compiled_for(target: str, kernel, arguments, constants, /, **described) -> d
 
 def main() -> None:
     compiled = []
-    for target, (gpu, shared_memory) in TARGETS.items():
+    for target in sys.argv[1:]:
+        gpu, shared_memory = TARGETS[target]
         with patch.object(norm_rotary_mix_triton, "WARP_SIZE", gpu.warp_size):
             launches = list(norm_rotary_mix_launches())
         for kernel, arguments, constants, wide in launches:

@@ -2,6 +2,7 @@
 """Compiles the kernels of hyper-connections for GPUs that are not there; prints, as JSON, what it has compiled."""
 
 import json
+import sys
 from contextlib import nullcontext
 from unittest.mock import patch
 
@@ -12,12 +13,12 @@ from ahead_of_time_attn_res import Recorders
 from depthmix.kernels import hyper_connection_triton
 
 
-# streams, hidden size, dtype, dtype of the parameters, for which targets, whether with the kernels of the maps, which
+# streams, hidden size, dtype, dtype of the parameters, the targets with and without the kernels of the maps, which
 # take long and see no streams
 SHAPES = (
-    (4, 2048, torch.bfloat16, torch.bfloat16, ("sm_90", "gfx942"), True),
-    (2, 2304, torch.bfloat16, torch.float32, ("sm_80", "sm_100"), True),
-    (4, 1536, torch.float32, torch.float32, ("sm_90",), False),
+    (4, 2048, torch.bfloat16, torch.bfloat16, ("sm_90", "gfx942"), ()),
+    (2, 2304, torch.bfloat16, torch.float32, ("sm_80", "sm_100"), ("sm_90",)),
+    (4, 1536, torch.float32, torch.float32, (), ("sm_90",)),
 )
 
 
@@ -57,10 +58,11 @@ def main() -> None:
             shape=str(shape),
             wide=not any(name in kernel.fn.__name__ for name in ("maps", "parameter")),
         )
-        for *shape, targets, with_maps in SHAPES
-        for target in targets
+        for *shape, with_maps, without_maps in SHAPES
+        for target in sys.argv[1:]
+        if target in (*with_maps, *without_maps)
         for kernel, arguments, constants in launches_of(*shape)
-        if with_maps or "maps" not in kernel.fn.__name__
+        if target in with_maps or "maps" not in kernel.fn.__name__
     ]
     print(json.dumps(compiled))
 

@@ -3,11 +3,12 @@
 
 import itertools
 import json
+import sys
 from contextlib import nullcontext
 from unittest.mock import patch
 
 import torch
-from ahead_of_time import TARGETS, Recorder, compiled_for
+from ahead_of_time import Recorder, compiled_for
 
 from depthmix.kernels import shared_input_linear_triton
 
@@ -30,7 +31,7 @@ def launch(size: int, dtype: torch.dtype) -> Recorder:
 def main() -> None:
     kernel = shared_input_linear_triton.shared_input_linear_kernel
     compiled = []
-    for target, shape in itertools.product(TARGETS, SHAPES):
+    for target, shape in itertools.product(sys.argv[1:], SHAPES):
         recorder = launch(*shape)
         compiled.append(compiled_for(target, kernel, recorder.arguments, recorder.constants, size=shape[0]))
     print(json.dumps(compiled))

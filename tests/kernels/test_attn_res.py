@@ -569,10 +569,9 @@ class TestErrors:
 
 
 @needs_triton
-@pytest.mark.slow
-def test_compiles_ahead_of_time_for_every_gpu(compiled_ahead_of_time):
+def test_compiles_ahead_of_time(compiled_ahead_of_time, gpu_target):
     compiled = compiled_ahead_of_time("ahead_of_time_attn_res.py")
-    assert {launch["target"] for launch in compiled} == {"sm_80", "sm_90", "sm_100", "gfx942"}
+    assert {launch["target"] for launch in compiled} == {gpu_target}
     for launch in compiled:
         assert launch["shared_memory"] <= launch["shared_memory_limit"], launch
         if launch["wide"]:

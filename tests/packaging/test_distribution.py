@@ -21,9 +21,12 @@ ROOT = Path(__file__).parents[2]
 OLDEST_SETUPTOOLS = 77  # pyproject.toml
 PACKAGES = ("configuration", "kernels/depth_ops", "modeling", "conversion", "depthmix")
 
-pytestmark = pytest.mark.skipif(
-    int(setuptools.__version__.split(".")[0]) < OLDEST_SETUPTOOLS, reason="builds need a newer setuptools"
-)
+pytestmark = [
+    pytest.mark.once,
+    pytest.mark.skipif(
+        int(setuptools.__version__.split(".")[0]) < OLDEST_SETUPTOOLS, reason="builds need a newer setuptools"
+    ),
+]
 
 
 def build_wheel(source, folder):

@@ -16,6 +16,8 @@ import pytest
 from depthmix.hub import BUNDLED_FOLDERS
 
 
+pytestmark = pytest.mark.once
+
 ROOT = Path(__file__).parents[2]
 SOURCES = {
     "configuration": ROOT / "configuration",
