@@ -1043,6 +1043,7 @@ def attn_res_phase_2_backward(
     partial_grad: Tensor | None,
     mixed_grad: Tensor,
     output: Tensor | None,
+    log_sum_exp: Tensor,
     sources: list[Tensor],
     partial: Tensor,
     pseudo_query: Tensor,
@@ -1055,7 +1056,8 @@ def attn_res_phase_2_backward(
 ) -> list[Tensor]:
     """
     Gradients of phase 1's output and log-sum-exp, of the running sum, of the query, and of norm weight, output norm
-    weight and bias, so far as there are any. Without `output` it is computed again from `sources`.
+    weight and bias, so far as there are any. Without `output` it is computed again from `sources`. `log_sum_exp` is in
+    `scalars` already: it is given since the gradients depend on it, for autograd to know.
     """
     output_grad, new_partial_grad = new_like(partial), new_like(partial)
     log_sum_exp_grad = _new_scalars(partial)
@@ -1275,24 +1277,25 @@ def _backward_phase_1(ctx, grads):
 
 
 def _save_phase_2(ctx, inputs, output):
-    phase_1_output, _, partial, update, query, gain, bias, output_norm, sources, ctx.eps, ctx.factor, training = inputs
+    phase_1_output, log_sum_exp, partial, update, *parameters, sources, ctx.eps, ctx.factor, training = inputs
     ctx.set_materialize_grads(False)
     ctx.has_update = update is not None
     if training:
         ctx.mark_non_differentiable(output[-1])
         partial = output[0] if ctx.has_update else partial
         kept = None if sources else phase_1_output
-        ctx.save_for_backward(kept, partial, query, gain, bias, output_norm, output[-1], *sources)
+        ctx.save_for_backward(kept, log_sum_exp, partial, *parameters, output[-1], *sources)
 
 
 def _backward_phase_2(ctx, grads):
-    output, partial, query, gain, bias, output_norm, scalars, *sources = ctx.saved_tensors
+    output, log_sum_exp, partial, query, gain, bias, output_norm, scalars, *sources = ctx.saved_tensors
+    parameters = (query, gain, bias, output_norm)
     # without an update the sum is handed on, after the mix and the scalars
     partial_grad, mixed_grad = grads[:2] if ctx.has_update else (grads[2] if len(grads) > 2 else None, grads[0])
     if mixed_grad is None:
         mixed_grad = torch.zeros_like(partial)
     output_grad, log_sum_exp_grad, partial_grad, *grads = _attn_res_phase_2_backward(
-        *(partial_grad, mixed_grad, output, sources, partial, query, gain, bias, output_norm, scalars),
+        *(partial_grad, mixed_grad, output, log_sum_exp, sources, partial, *parameters, scalars),
         *(ctx.eps, ctx.factor),
     )
     query_grad, gain_grad, output_norm_grad, bias_grad = _so_far_as_given(iter(grads), query, gain, output_norm, bias)
@@ -1329,7 +1332,7 @@ _attn_res_phase_1_backward = Operation(
 )
 _attn_res_phase_2_backward = Operation(
     attn_res_phase_2_backward,
-    lambda partial_grad, mixed_grad, output, sources, partial, query, gain, bias, output_norm, *_: [
+    lambda partial_grad, mixed_grad, output, log_sum_exp, sources, partial, query, gain, bias, output_norm, *_: [
         *(new_like(partial), _new_scalars(partial), new_like(partial)),
         *_new_parameter_grads(query, gain, output_norm, bias),
     ],

@@ -16,13 +16,13 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .depth_implementations import autocast_dtype, check_implementation, is_recorded, use_triton
 from .depth_value_mix import default_scaling
 from .moda_attention import attend, check_attention, choose
 from .moda_attention_joint import joint_backward, moda_attention_forward, run_moda_attention
 from .moda_attention_triton import slot_obstacle
+from .typed_operations import without_derivative
 
 
 class DepthStream:
@@ -221,12 +221,15 @@ class _Write(torch.autograd.Function):
         return key.new_zeros(1, dtype=torch.float32)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, _):
-        grads = [
-            None if grad is None else grad.to(ctx.device, ctx.dtype) for grad in ctx.stream._take_grads(ctx.index)
-        ]
-        return None, None, *grads, *(None,) * (len(ctx.needs_input_grad) - 4)
+    def backward(ctx, handle_grad):
+        grads = ctx.stream._take_grads(ctx.index)
+        if grads[0] is not None:
+            # they depend on what the readers have read, and that on what has been written before
+            grads = without_derivative(
+                lambda: [grad.to(ctx.device, ctx.dtype) for grad in grads],
+                [] if handle_grad is None else [handle_grad],
+            )
+        return None, None, *grads, *(handle_grad,) * (len(ctx.needs_input_grad) - 4)
 
 
 class _Read(torch.autograd.Function):
@@ -238,28 +241,36 @@ class _Read(torch.autograd.Function):
         inputs = (query, key, value, [keys], [values], depth_query, attention_mask)
         output, log_sum_exp = moda_attention_forward(*inputs, *constants)
         ctx.mark_non_differentiable(log_sum_exp)
-        ctx.save_for_backward(query, key, value, depth_query, attention_mask, output, log_sum_exp)
+        ctx.save_for_backward(query, key, value, depth_query, attention_mask, output, log_sum_exp, *handle)
         return output, log_sum_exp
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, output_grad, _):
-        query, key, value, depth_query, attention_mask, output, log_sum_exp = ctx.saved_tensors
+        query, key, value, depth_query, attention_mask, output, log_sum_exp, *handle = ctx.saved_tensors
         stream = ctx.stream
         stream._join_backward()
-        keys, values = stream._read(*ctx.span, query.device)
-        totals, fresh = stream._grads_of(*ctx.span)
-        here = totals if keys.device == totals[0].device else [torch.zeros_like(x) for x in (keys, values)]
-        query_grad, key_grad, value_grad, *depth_query_grad = joint_backward(
-            *(output_grad, query, key, value, keys, values, depth_query, attention_mask, output, log_sum_exp),
-            *(*ctx.constants, here, fresh),
-        )
-        if here is not totals:
-            for total, grad in zip(totals, here, strict=True):
-                total[:fresh] = grad[:fresh].to(total)
-                total[fresh:] += grad[fresh:].to(total)
-        handle_grads = (None,) * (len(ctx.needs_input_grad) - 8)
-        return None, None, None, query_grad, key_grad, value_grad, *(depth_query_grad or [None]), None, *handle_grads
+        # Where gradients are recorded, the handle has one: what the writers' gradients depend on. It is zero, since
+        # nothing depends on the handle's value.
+        handle_grads = [x.new_zeros(1) if torch.is_grad_enabled() else None for x in handle]
+
+        def grads() -> list[Tensor]:
+            keys, values = stream._read(*ctx.span, query.device)
+            totals, fresh = stream._grads_of(*ctx.span)
+            here = totals if keys.device == totals[0].device else [torch.zeros_like(x) for x in (keys, values)]
+            query_grads = joint_backward(
+                *(output_grad, query, key, value, keys, values, depth_query, attention_mask, output, log_sum_exp),
+                *(*ctx.constants, here, fresh),
+            )
+            if here is not totals:
+                for total, grad in zip(totals, here, strict=True):
+                    total[:fresh] = grad[:fresh].to(total)
+                    total[fresh:] += grad[fresh:].to(total)
+            return [*query_grads, *(grad for grad in handle_grads if grad is not None)]
+
+        inputs = [output_grad, query, key, value, *([] if depth_query is None else [depth_query]), *handle]
+        query_grad, key_grad, value_grad, *others = without_derivative(grads, inputs)
+        depth_query_grad = None if depth_query is None else others.pop(0)
+        return None, None, None, query_grad, key_grad, value_grad, depth_query_grad, None, *(others or handle_grads)
 
 
 def moda_attention_over_stream(

@@ -2,10 +2,10 @@
 """Typed operations, which a compiler sees, that run without the dispatcher where nothing needs it."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .depth_implementations import PLAIN_TENSORS, is_recorded, operation_namespace
 
@@ -20,6 +20,35 @@ def _tensors(inputs: Sequence) -> list[Tensor]:
     return [x for x in flat if isinstance(x, Tensor)]
 
 
+def _needs_grad(tensors: Sequence[Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def _refuse_to_differentiate(ctx, *grads):
+    """The derivative of what has none, so that autograd raises instead of leaving this path out of a sum."""
+    raise RuntimeError(
+        "Gradients that kernels or fused operations of depthmix have computed cannot be differentiated again: "
+        'ask for impl="reference", or depth_impl="reference" of a model.'
+    )
+
+
+class _WithoutDerivative(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, function, *tensors):
+        return tuple(function())
+
+    backward = staticmethod(_refuse_to_differentiate)
+
+
+def without_derivative(function: Callable[[], Sequence[Tensor]], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """
+    What `function` computes from these tensors. Where gradients are recorded, as in a backward with `create_graph`,
+    the results stay connected to the tensors, and to differentiate them is an error. Results that are not connected
+    would count as constants, and second derivatives would silently be other numbers.
+    """
+    return _WithoutDerivative.apply(function, *tensors) if _needs_grad(tensors) else function()
+
+
 def new_like(tensor: Tensor) -> Tensor:
     """Fresh memory of the tensor's shape and dtype, without gaps."""
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
@@ -27,7 +56,8 @@ def new_like(tensor: Tensor) -> Tensor:
 
 class Operation:
     """
-    A function of tensors and lists of tensors that gives a list of tensors, also typed, for the compiler to see it.
+    A function of tensors and lists of tensors that gives a list of tensors, also typed, for the compiler to see it. To
+    differentiate it is an error.
 
     Args:
         function (callable): What runs.
@@ -39,9 +69,13 @@ class Operation:
         name = f"{operation_namespace(function.__module__)}::{function.__name__}"
         self.typed = torch.library.custom_op(name, function, mutates_args=())
         self.typed.register_fake(new_outputs)
+        self.typed.register_autograd(_refuse_to_differentiate)
 
     def __call__(self, *inputs) -> list[Tensor]:
-        return self.function(*inputs) if _is_plain(_tensors(inputs)) else self.typed(*inputs)
+        tensors = _tensors(inputs)
+        if not _is_plain(tensors):
+            return self.typed(*inputs)
+        return list(without_derivative(partial(self.function, *inputs), tensors))
 
 
 class DifferentiableOperation(Operation):
@@ -51,7 +85,9 @@ class DifferentiableOperation(Operation):
 
     Args:
         save, backward (callable): As `torch.library.register_autograd` takes them; the backward may get gradients of
-            what is handed on, after those of the outputs.
+            what is handed on, after those of the outputs. All inputs that gradients depend on must be saved, or
+            outputs that depend on them, and the backward must compute from these by operations: so the gradients stay
+            connected to the inputs, and differentiating them is an error.
         handed_on (callable, *optional*): Gives these, with the same arguments; by default there are none.
     """
 
@@ -69,7 +105,7 @@ class DifferentiableOperation(Operation):
 
     def __call__(self, *inputs) -> list[Tensor]:
         tensors = _tensors(inputs)
-        training = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        training = _needs_grad(tensors)
         if not (training and _is_plain(tensors)):
             # a typed operation may not return its inputs
             return [*super().__call__(*inputs, training), *self.handed_on(*inputs)]
@@ -91,7 +127,6 @@ class _PlainFunction(torch.autograd.Function):
         return *outputs, *operation.handed_on(*inputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *grads):
         grads = ctx.operation.backward(ctx, grads)[:-1]
         return None, None, *(grad for entry in grads for grad in (entry if isinstance(entry, list) else [entry]))
