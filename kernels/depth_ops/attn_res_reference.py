@@ -6,27 +6,23 @@ Legend: X any leading dimensions, D hidden size, N sources (the running sum of a
 """
 
 from collections.abc import Sequence
-from functools import reduce
 
 import torch
 from torch import Tensor
 
-
-def mix_dtype(*tensors: Tensor) -> torch.dtype:
-    """The activation dtype: what the sum of the tensors would have."""
-    return reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+from .depth_precision import accumulation_dtype, mix_dtype
 
 
 def _rms_norm(x_XD: Tensor, eps: float) -> Tensor:
     """Without a gain, in fp32 (fp64 for fp64)."""
-    x_XD = x_XD.to(torch.promote_types(x_XD.dtype, torch.float32))
+    x_XD = x_XD.to(accumulation_dtype(x_XD))
     return x_XD * torch.rsqrt(x_XD.square().mean(-1, keepdim=True) + eps)
 
 
 def _logits(
     sources: Sequence[Tensor], pseudo_query: Tensor, norm_weight: Tensor | None, *, eps: float, bias: Tensor | None
 ) -> Tensor:
-    dtype = torch.promote_types(mix_dtype(*sources), torch.float32)
+    dtype = accumulation_dtype(*sources)
     query_D = pseudo_query.to(dtype)
     if norm_weight is not None:
         query_D = query_D * norm_weight.to(dtype)

@@ -9,10 +9,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .depth_precision import accumulation_dtype
+
 
 def depth_average_reference(sources: Sequence[Tensor], weight: Tensor) -> Tensor:
     """The weighted sum of the sources, `[X, D]`. See `depth_average`."""
-    dtype = torch.promote_types(sources[-1].dtype, torch.float32)
+    dtype = accumulation_dtype(sources[-1])
     weight_N = weight.to(dtype)
     mixed_XD = weight_N[:1] * sources[0]
     for i, source_XD in enumerate(sources[1:], start=1):

@@ -9,8 +9,7 @@ D head dim.
 import torch
 from torch import Tensor
 
-from .depth_implementations import without_autocast
-from .depth_value_mix_reference import accumulation_dtype
+from .depth_precision import accumulation_dtype, without_autocast
 
 
 def moda_attention_weights_reference(
@@ -27,7 +26,7 @@ def moda_attention_weights_reference(
     Softmax over sequence and depth, `[B, H, T, S + N]`, and its log-sum-exp `[B, H, T]`, in the accumulation dtype.
     See `moda_attention_weights`.
     """
-    dtype = accumulation_dtype(query.dtype)
+    dtype = accumulation_dtype(query)
     depth_query = query if depth_query is None else depth_query
     query_BKGTD, depth_query_BKGTD = (
         x.to(dtype).unflatten(1, (key.shape[1], -1)) * scaling for x in (query, depth_query)

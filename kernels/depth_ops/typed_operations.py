@@ -1,13 +1,19 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """Typed operations, which a compiler sees, that run without the dispatcher where nothing needs it."""
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from .depth_implementations import PLAIN_TENSORS, is_recorded, operation_namespace
+from .depth_dispatch import PLAIN_TENSORS
+
+
+def is_recorded() -> bool:
+    """Whether something looks at the operations that run, which would not see a kernel launched outside of one."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _is_plain(tensors: Sequence[Tensor]) -> bool:
@@ -49,11 +55,6 @@ def without_derivative(function: Callable[[], Sequence[Tensor]], tensors: Sequen
     return _WithoutDerivative.apply(function, *tensors) if _needs_grad(tensors) else function()
 
 
-def new_like(tensor: Tensor) -> Tensor:
-    """Fresh memory of the tensor's shape and dtype, without gaps."""
-    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
-
-
 class Operation:
     """
     A function of tensors and lists of tensors that gives a list of tensors, also typed, for the compiler to see it. To
@@ -66,8 +67,10 @@ class Operation:
 
     def __init__(self, function: Callable, new_outputs: Callable):
         self.function = function
-        name = f"{operation_namespace(function.__module__)}::{function.__name__}"
-        self.typed = torch.library.custom_op(name, function, mutates_args=())
+        # A name belongs to one version of the code. Loading two saved models loads two copies of it, and with a common
+        # namespace the second would take over the operations of the first.
+        namespace = re.sub(r"\W", "_", function.__module__)
+        self.typed = torch.library.custom_op(f"{namespace}::{function.__name__}", function, mutates_args=())
         self.typed.register_fake(new_outputs)
         self.typed.register_autograd(_refuse_to_differentiate)
 

@@ -23,7 +23,7 @@ from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 
 import depthmix  # noqa: F401 registers the model classes
-from depthmix.kernels.depth_implementations import INTERPRETED
+from depthmix.kernels.depth_dispatch import INTERPRETED
 
 
 WORLD_SIZE = 2

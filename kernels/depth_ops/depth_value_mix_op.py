@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .depth_implementations import use_triton
+from .depth_checks import check_depth_entries, default_scaling
+from .depth_dispatch import use_triton
 from .depth_value_mix_reference import depth_value_mix_reference, depth_value_weights_reference
 from .norm_rotary_mix_triton import norm_rotary_mix_obstacle, run_norm_rotary_mix
 
@@ -77,36 +78,3 @@ def depth_value_weights(query: Tensor, keys: Sequence[Tensor], *, scaling: float
     """
     check_depth_entries(query, keys, keys)
     return depth_value_weights_reference(query, keys, scaling=default_scaling(query, scaling))
-
-
-def default_scaling(query: Tensor, scaling: float | None) -> float:
-    """`d ** -0.5` if none is given."""
-    return query.shape[-1] ** -0.5 if scaling is None else scaling
-
-
-def check_depth_entries(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """
-    Raises:
-        `ValueError`: if the shapes do not fit together.
-    """
-    if not keys or len(keys) != len(values):
-        raise ValueError(
-            f"{len(keys)} keys and {len(values)} values: there must be one of each per entry, and at least one."
-        )
-    if query.ndim != 4 or keys[-1].ndim != 4:
-        raise ValueError(
-            f"query has shape {list(query.shape)}, keys[-1] {list(keys[-1].shape)}: must be [B, Hq, T, d] and "
-            "[B, Hkv, T, d]."
-        )
-    batch, heads, tokens, head_dim = query.shape
-    kv_heads = keys[-1].shape[1]
-    if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(f"{heads} query heads, {kv_heads} key-value heads: the latter must divide the former.")
-    expected = (batch, kv_heads, tokens, head_dim)
-    for name, tensors in (("keys", keys), ("values", values)):
-        for i, tensor in enumerate(tensors):
-            if tensor.shape != expected:
-                raise ValueError(
-                    f"{name}[{i}] has shape {list(tensor.shape)}: must be [B, Hkv, T, d] = {list(expected)} for a "
-                    f"query of shape {list(query.shape)}."
-                )

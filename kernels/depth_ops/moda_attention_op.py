@@ -6,8 +6,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .depth_implementations import autocast_dtype, plain_tensor_obstacle, use_triton
-from .depth_value_mix import default_scaling
+from .depth_checks import check_heads, default_scaling
+from .depth_dispatch import plain_tensor_obstacle, use_triton
+from .depth_precision import autocast_dtype
 from .moda_attention_joint import run_moda_attention
 from .moda_attention_reference import moda_attention_reference, moda_attention_weights_reference
 from .moda_attention_triton import decodes, moda_attention_obstacle
@@ -202,8 +203,7 @@ def check_attention(
         )
     batch, heads, tokens, head_dim = query.shape
     kv_heads, length = key.shape[1:3]
-    if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(f"{heads} query heads, {kv_heads} key-value heads: the latter must divide the former.")
+    check_heads(heads, kv_heads)
     sequence, slot = (batch, kv_heads, length, head_dim), (batch, tokens, kv_heads, head_dim)
     for name, tensor in (("key", key), ("value", value)):
         if tensor.shape != sequence:

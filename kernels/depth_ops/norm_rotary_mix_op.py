@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .depth_implementations import use_triton
-from .depth_value_mix import check_depth_entries, default_scaling
+from .depth_checks import check_depth_entries, default_scaling
+from .depth_dispatch import use_triton
 from .norm_rotary_mix_reference import norm_rotary_mix_reference
 from .norm_rotary_mix_triton import norm_rotary_mix_obstacle, run_norm_rotary_mix
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .depth_average_reference import depth_average_reference
 from .depth_average_triton import depth_average_obstacle, run_depth_average
-from .depth_implementations import left_to_compiler, use_triton
+from .depth_dispatch import left_to_compiler, use_triton
 
 
 def depth_average(sources: Sequence[Tensor], weight: Tensor, *, impl: str = "auto") -> Tensor:

@@ -8,18 +8,14 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .depth_implementations import is_transformed, use_triton
+from .depth_dispatch import is_transformed, use_triton
 from .hyper_connection_reference import (
     SINKHORN_ORDERS,
     hyper_connection_read_reference,
     hyper_connection_write_reference,
     stream_readout_reference,
 )
-from .hyper_connection_triton import (
-    hyper_connection_obstacle,
-    run_hyper_connection_read,
-    run_hyper_connection_write,
-)
+from .hyper_connection_triton import hyper_connection_obstacle, run_hyper_connection_read, run_hyper_connection_write
 
 
 def hyper_connection_read(

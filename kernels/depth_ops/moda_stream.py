@@ -17,12 +17,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .depth_implementations import autocast_dtype, check_implementation, is_recorded, use_triton
-from .depth_value_mix import default_scaling
-from .moda_attention import attend, check_attention, choose
+from .depth_checks import default_scaling
+from .depth_dispatch import check_implementation, use_triton
+from .depth_precision import autocast_dtype
 from .moda_attention_joint import joint_backward, moda_attention_forward, run_moda_attention
+from .moda_attention_op import attend, check_attention, choose
 from .moda_attention_triton import slot_obstacle
-from .typed_operations import without_derivative
+from .typed_operations import is_recorded, without_derivative
 
 
 class DepthStream:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .depth_value_mix_reference import accumulation_dtype
+from .depth_precision import accumulation_dtype
 from .moda_attention_reference import causal_mask
 
 
@@ -213,7 +213,7 @@ def _ungrouped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tenso
 
 
 def _grouped(tensor: Tensor, kv_heads: int) -> Tensor:
-    return tensor.to(accumulation_dtype(tensor.dtype)).unflatten(1, (kv_heads, -1))
+    return tensor.to(accumulation_dtype(tensor)).unflatten(1, (kv_heads, -1))
 
 
 def _scores(query: Tensor, key: Tensor, mask: Tensor | None, scaling: float) -> Tensor:

@@ -3,10 +3,10 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from .depth_implementations import use_triton
+from .depth_dispatch import use_triton
+from .shared_input_linear_reference import shared_input_linear_reference
 from .shared_input_linear_triton import run_shared_input_linear, shared_input_linear_obstacle
 
 
@@ -44,14 +44,3 @@ def shared_input_linear(hidden_states: Tensor, weights: Sequence[Tensor], *, imp
     if use_triton(impl, "shared_input_linear", shared_input_linear_obstacle(hidden_states, weights)):
         return run_shared_input_linear(hidden_states, list(weights))
     return shared_input_linear_reference(hidden_states, weights)
-
-
-def shared_input_linear_reference(hidden_states: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-    """
-    The maps in pure PyTorch, with the arguments and results of [`shared_input_linear`].
-
-    Legend: D hidden size, E entries of a result.
-    """
-    wide = torch.promote_types(hidden_states.dtype, torch.float32)
-    x_D = hidden_states.to(wide)
-    return [torch.nn.functional.linear(x_D, weight_ED.to(wide)).to(hidden_states.dtype) for weight_ED in weights]

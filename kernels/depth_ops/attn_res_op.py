@@ -11,7 +11,6 @@ from .attn_res_reference import (
     attn_res_phase_2_reference,
     attn_res_reference,
     attn_res_weights_reference,
-    mix_dtype,
 )
 from .attn_res_triton import (
     MAX_SITES,
@@ -22,7 +21,8 @@ from .attn_res_triton import (
     run_attn_res_phase_1,
     run_attn_res_phase_2,
 )
-from .depth_implementations import left_to_compiler, use_triton
+from .depth_dispatch import left_to_compiler, use_triton
+from .depth_precision import mix_dtype
 
 
 SCALES = ("mean", "sum")
