@@ -20,17 +20,17 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2MLP, Olmo2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, apply_rotary_pos_emb
 from transformers.utils.generic import can_return_tuple
 
-from depthmix.kernels.depth_implementations import (
+from depthmix.kernels.depth_dispatch import (
     PLAIN_TENSORS,
-    autocast_dtype,
     in_compiled_decoding,
     left_to_compiler,
     triton_obstacle,
     use_triton,
 )
-from depthmix.kernels.depth_value_mix import depth_value_mix
-from depthmix.kernels.norm_rotary_mix import norm_rotary_mix
-from depthmix.kernels.shared_input_linear import shared_input_linear
+from depthmix.kernels.depth_precision import autocast_dtype
+from depthmix.kernels.depth_value_mix_op import depth_value_mix
+from depthmix.kernels.norm_rotary_mix_op import norm_rotary_mix
+from depthmix.kernels.shared_input_linear_op import shared_input_linear
 
 
 try:

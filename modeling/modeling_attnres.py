@@ -21,8 +21,8 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from depthmix.configuration.configuration_attnres import AttnResConfig
-from depthmix.kernels.attn_res import attn_res, attn_res_phase_1, attn_res_phase_2, attn_res_weights
-from depthmix.kernels.depth_implementations import PLAIN_TENSORS, check_implementation
+from depthmix.kernels.attn_res_op import attn_res, attn_res_phase_1, attn_res_phase_2, attn_res_weights
+from depthmix.kernels.depth_dispatch import PLAIN_TENSORS, check_implementation
 
 from .depth_modeling_common import (
     HOST_CACHE_NAME,

@@ -15,8 +15,8 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from depthmix.configuration.configuration_denseformer import DenseFormerConfig
-from depthmix.kernels.depth_average import depth_average
-from depthmix.kernels.depth_implementations import check_implementation
+from depthmix.kernels.depth_average_op import depth_average
+from depthmix.kernels.depth_dispatch import check_implementation
 
 from .depth_modeling_common import (
     HOST_CACHE_NAME,

@@ -32,8 +32,8 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from depthmix.configuration.configuration_depth_qwen3 import DepthQwen3Config
-from depthmix.kernels.depth_implementations import check_implementation
-from depthmix.kernels.depth_value_mix import depth_value_weights
+from depthmix.kernels.depth_dispatch import check_implementation
+from depthmix.kernels.depth_value_mix_op import depth_value_weights
 
 from .depth_modeling_common import (
     HOST_CACHE_NAME,

@@ -16,8 +16,8 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from depthmix.configuration.configuration_mhc import MHCConfig
-from depthmix.kernels.depth_implementations import check_implementation
-from depthmix.kernels.hyper_connection import hyper_connection_read, hyper_connection_write, stream_readout
+from depthmix.kernels.depth_dispatch import check_implementation
+from depthmix.kernels.hyper_connection_op import hyper_connection_read, hyper_connection_write, stream_readout
 
 from .depth_modeling_common import (
     HOST_CACHE_NAME,

@@ -39,14 +39,14 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from depthmix.configuration.configuration_moda_olmo2 import MoDAOlmo2Config
-from depthmix.kernels.depth_implementations import (
+from depthmix.kernels.depth_dispatch import (
     check_implementation,
     left_to_compiler,
     triton_obstacle,
     use_triton,
 )
-from depthmix.kernels.depth_stream import DepthStream, moda_attention_over_stream
-from depthmix.kernels.norm_rotary_mix import norm_rotary_mix
+from depthmix.kernels.moda_stream import DepthStream, moda_attention_over_stream
+from depthmix.kernels.norm_rotary_mix_op import norm_rotary_mix
 
 from .depth_modeling_common import (
     HOST_CACHE_NAME,
