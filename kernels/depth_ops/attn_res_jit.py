@@ -32,7 +32,7 @@ try:
 except ImportError:
     raise
 
-# the interpreter multiplies no bf16 matrices
+# The interpreter cannot multiply bf16 matrices, so there they are widened first.
 WIDENED = tl.constexpr(INTERPRETED)
 
 
@@ -60,7 +60,7 @@ def _store(tensor, value, row_R, valid_R, D: tl.constexpr, BLOCK_D: tl.constexpr
 
 @triton.jit
 def _load_vector(pointer, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    # a row from the start: a vector that becomes one changes places between threads
+    # This is loaded as a row. Making a row of a vector would move it between threads.
     column_1D = tl.arange(0, BLOCK_D)[None, :]
     return tl.load(pointer + column_1D, mask=column_1D < D, other=0.0).to(tl.float32)
 
@@ -99,7 +99,7 @@ def _row_of_each(tensors, index, row):
 
 @triton.jit
 def _columns_of_each(row_N1, column_K, ALIGNMENT: tl.constexpr):
-    # where the compiler sees the addresses made, since a hint on an argument is lost
+    # The hint stands where the addresses are made, since a hint on an argument is lost.
     return tl.multiple_of(row_N1 + column_K[None, :], [1, ALIGNMENT])
 
 
@@ -156,7 +156,7 @@ def _inverse_rms(x, eps, D: tl.constexpr):
 
 @triton.jit
 def _logit_backward(logit_grad_R, x, query, inverse_R, logit_R, D: tl.constexpr):
-    """Of `query . x * inverse`, with respect to `x`."""
+    """The gradient of `x` from that of the logit `query . x * inverse`."""
     return (logit_grad_R * inverse_R)[:, None] * query - (logit_grad_R * inverse_R * inverse_R * logit_R / D)[
         :, None
     ] * x
@@ -213,7 +213,7 @@ def _norm_backward(grad, mixed, weight, eps, D: tl.constexpr):
 
 @triton.jit
 def _store_sums(partial_sums, row, sums, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    # partial_sums is [P, ROWS, D]; a second reduction follows, since atomics would sum in any order
+    # partial_sums is [P, ROWS, D]. A second kernel adds it up: atomics would add in a different order each time.
     column_D = tl.arange(0, BLOCK_D)
     pointer = partial_sums + (tl.program_id(0).to(tl.int64) * ROWS + row) * D
     tl.store(pointer + column_D, tl.sum(sums, 0), mask=column_D < D)
@@ -249,7 +249,7 @@ def attn_res_fwd_kernel(
         result = _norm(result, _load_vector(output_norm, D, BLOCK_D), eps, D)
     _store(mixed, result, row_R, valid_R, D, BLOCK_D)
     if scalars is not None:
-        # [T, 2, N]
+        # The scalars are [T, 2, N].
         for i in tl.static_range(len(sources)):
             address_R = scalars + row_R * 2 * len(sources) + i
             tl.store(address_R, inverses[i], mask=valid_R)
@@ -348,7 +348,7 @@ def attn_res_phase_1_few_fwd_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """For few tokens, as in decoding: one site each program, all in one launch."""
+    """Phase 1 of few tokens, as in decoding: each program has one site, and there is one launch."""
     N: tl.constexpr = len(sources)
     SITES: tl.constexpr = len(log_sum_exps)
     row_R = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -518,7 +518,7 @@ def attn_res_phase_1_bwd_kernel(
     logits_JM = tl.load(address_M[None, :] + site_J[:, None], mask=mask_JM, other=float("-inf"))
     inverse_M = tl.load(address_M + SITES, mask=valid_M, other=0.0)
     log_sum_exp_grad_J = tl.load(_address_of_each(log_sum_exp_grads, site_J) + token_J, mask=valid_J, other=0.0)
-    # of rows without a site any number will do
+    # Rows without a site need some finite number, whichever.
     highest_J = tl.where(valid_J, tl.max(logits_JM, 1), 0.0)
     odds_JM = tl.exp(logits_JM - highest_J[:, None])
     weights_JM = odds_JM / tl.where(valid_J, tl.sum(odds_JM, 1), 1.0)[:, None]
@@ -527,12 +527,12 @@ def attn_res_phase_1_bwd_kernel(
     coefficient_JM = logit_grad_JM * inverse_M[None, :]
     moment_M = tl.sum(logit_grad_JM * tl.where(mask_JM, logits_JM, 0.0), 0)
     shrink_M = inverse_M * inverse_M * moment_M / D
-    # [N, T, SITES]
+    # The coefficients are [N, T, SITES].
     address_M = coefficients + (source_M * tokens.to(tl.int64) + token_M) * SITES
     tl.store(address_M[None, :] + site_J[:, None], coefficient_JM, mask=mask_JM)
 
     weights_MJ = tl.trans(weights_JM)
-    # the queries are those of every token
+    # All tokens have the same queries, so coefficients of one source can be added up over them.
     coefficient_MTS = tl.reshape(tl.trans(coefficient_JM), [BLOCK_T * BLOCK_N, BLOCK_T, BLOCK_S])
     coefficient_MS = tl.sum(coefficient_MTS, 1)
     site_S = tl.arange(0, BLOCK_S)
@@ -627,7 +627,7 @@ def attn_res_phase_2_fwd_kernel(
     value = _load(partial, row_R, valid_R, D, BLOCK_D)
     if update is not None:
         added = _load(update, row_R, valid_R, D, BLOCK_D)
-        # rounded as it is stored, since that is what the backward and the next site see
+        # The sum is rounded as it is stored, since the backward and the next site see that.
         value = (value.to(tl.float32) + added.to(tl.float32)).to(new_partial[0].dtype.element_ty)
     finished = finished.to(tl.float32)
     value = value.to(tl.float32)
@@ -651,7 +651,7 @@ def attn_res_phase_2_fwd_kernel(
         _store(new_partial, value, row_R, valid_R, D, BLOCK_D)
     _store(mixed, result, row_R, valid_R, D, BLOCK_D)
     if scalars is not None:
-        # [4, T]
+        # The scalars are [4, T].
         tl.store(scalars + row_R, weight_R, mask=valid_R)
         tl.store(scalars + tokens + row_R, inverse_R, mask=valid_R)
         tl.store(scalars + 2 * tokens + row_R, logit_R, mask=valid_R)
@@ -709,7 +709,8 @@ def attn_res_phase_2_bwd_kernel(
         if output_norm is None:
             product_R = tl.sum(grad * difference, 1)
         else:
-            # the gradient of a norm and its product with the difference from sums that need not wait for it
+            # The gradient of the norm, and its product with the difference, both follow from sums over the gradient
+            # that came in. So all these sums are taken at once.
             norm_R = tl.load(scalars + 3 * tokens + row_R, mask=valid_R, other=0.0)
             normal = (FACTOR * norm_R)[:, None] * (finished + weight_R[:, None] * difference)
             norm_sums += grad * normal

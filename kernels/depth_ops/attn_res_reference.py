@@ -14,7 +14,7 @@ from .depth_precision import accumulation_dtype, mix_dtype
 
 
 def _rms_norm(x_XD: Tensor, eps: float) -> Tensor:
-    """Without a gain, in fp32 (fp64 for fp64)."""
+    """The RMS norm without a gain, in fp32 (fp64 for fp64)."""
     x_XD = x_XD.to(accumulation_dtype(x_XD))
     return x_XD * torch.rsqrt(x_XD.square().mean(-1, keepdim=True) + eps)
 
@@ -26,7 +26,7 @@ def _logits(
     query_D = pseudo_query.to(dtype)
     if norm_weight is not None:
         query_D = query_D * norm_weight.to(dtype)
-    # products and sums instead of a matrix product: autocast leaves these in fp32
+    # Autocast would round the inputs of a matrix product. It leaves products and sums in fp32.
     logits = [(_rms_norm(source_XD.to(dtype), eps) * query_D).sum(-1) for source_XD in sources]
     if bias is not None:
         logits[-1] = logits[-1] + bias.to(dtype).reshape(())
@@ -104,7 +104,7 @@ def attn_res_phase_2_reference(
 ) -> Tensor:
     """Merges the running sum `partial` into phase 1's `output`, `[X, D]`. See `attn_res_phase_2`."""
     logit_X1 = _logits([partial], pseudo_query, norm_weight, eps=eps, bias=bias)
-    # of two sources, one of which stands for all finished blocks
+    # This is a softmax over two sources, one of which stands for all finished blocks.
     weight_X1 = torch.sigmoid(logit_X1 - log_sum_exp.unsqueeze(-1))
     mixed_XD = (1 - weight_X1) * output.to(weight_X1.dtype) + weight_X1 * partial.to(weight_X1.dtype)
     return _finish(mixed_XD, factor, output_norm_weight, eps, mix_dtype(output, partial))

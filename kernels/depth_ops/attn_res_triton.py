@@ -56,7 +56,7 @@ TILES = {
     "attn_res_phase_2_fwd": Tile(16),
     "attn_res_phase_2_bwd": Tile(16, programs_per_multiprocessor=3, stages=2),
 }
-# where a row has more than 2048 columns
+# These replace the tiles above where a row has more than 2048 columns.
 WIDE_TILES = {
     "attn_res_fwd": Tile(32),
     "attn_res_bwd": Tile(16, programs_per_multiprocessor=2, stages=1),
@@ -64,16 +64,17 @@ WIDE_TILES = {
 SCORE_TILE = {"BLOCK_T": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
 PHASE_1_FWD_TILE = {"BLOCK_ROWS": 1, "BLOCK_D": 2048, "num_warps": 4}
 PHASE_1_BWD_TILE = {"BLOCK_K": 64, "num_warps": 2, "STAGES": 3}
-# pairs of a token and a source of a program, to fill a matrix
+# A program has so many pairs of a token and a source: the rows of a matrix product's smallest matrix.
 PHASE_1_BWD_ROWS = 16
 QUERY_GRAD_TILE = {"BLOCK_TOKENS": 32, "BLOCK_D": 128, "num_warps": 4, "num_stages": 3}
-# from so many tokens on, phase 1 reads the sources twice instead of once for every site
+# From so many tokens on, phase 1 reads the sources twice. For fewer, it reads them once for every site.
 MANY_TOKENS = 256
-# of one launch: what a program holds must fit into registers
+# One launch takes no more, since what a program holds must fit into registers.
 MAX_SOURCES = 16
 MAX_SITES = 16
 MAX_HIDDEN_SIZE = 32768
-# of so many, phase 2's backward reads each again instead of one kept mix
+# Up to so many sources, phase 2's backward computes the mix of phase 1 again from them, where it is allowed to. For
+# more, reading them costs more than reading a mix that was kept.
 RECOMPUTED_SOURCES = 4
 MAX_ELEMENTS = 65536
 
@@ -165,16 +166,16 @@ def attn_res_phase_1_forward(
     sources: list[Tensor], pseudo_queries: list[Tensor], norm_weights: list[Tensor], eps: float, training: bool
 ) -> list[Tensor]:
     """
-    The mixes of all sites, none of a single source, which is its own mix; their log-sum-exps; and, if `training`,
-    logits and inverse root mean squares of the sources, `[N, T, S + 1]`.
+    The mixes that have to be made; the log-sum-exps of all sites; and, if `training`, logits and inverse root mean
+    squares of the sources, `[N, T, S + 1]`.
     """
     sites, source = len(pseudo_queries), sources[0]
     outputs = _new_phase_1(sources, sites, training)
     tokens, hidden_size = _tokens(source), source.shape[-1]
     if not tokens:
         return outputs
-    first = 0 if len(sources) == 1 else sites
-    results = tuple(map(_argument, outputs[:first])), tuple((x, 1) for x in outputs[first : first + sites])
+    mixes = _new_mixes(sources, sites)
+    results = tuple(map(_argument, outputs[:mixes])), tuple((x, 1) for x in outputs[mixes : mixes + sites])
     scalars = outputs[-1] if training else None
     with device_of(source):
         if tokens < MANY_TOKENS:
@@ -208,21 +209,14 @@ def attn_res_phase_1_forward(
             PRECISION=matrix_precision(),
             **SCORE_TILE,
         )
-        if len(sources) == 1:
-            return outputs
-        grid = (
-            divide_up(tokens, PHASE_1_FWD_TILE["BLOCK_ROWS"]),
-            divide_up(hidden_size, PHASE_1_FWD_TILE["BLOCK_D"]),
-        )
-        attn_res_phase_1_fwd_kernel[grid](
-            tuple(map(_argument, sources)),
-            scalars,
-            *results,
-            tokens,
-            ALIGNMENT=16,
-            D=hidden_size,
-            **PHASE_1_FWD_TILE,
-        )
+        if mixes:
+            rows, columns = PHASE_1_FWD_TILE["BLOCK_ROWS"], PHASE_1_FWD_TILE["BLOCK_D"]
+            attn_res_phase_1_fwd_kernel[(divide_up(tokens, rows), divide_up(hidden_size, columns))](
+                *(tuple(map(_argument, sources)), scalars, *results, tokens),
+                ALIGNMENT=16,
+                D=hidden_size,
+                **PHASE_1_FWD_TILE,
+            )
     return outputs
 
 
@@ -243,7 +237,7 @@ def attn_res_phase_1_backward(
     tokens, hidden_size = _tokens(source), source.shape[-1]
     source_grads = [new_like(source) for source in sources]
     coefficients = source.new_empty((len(sources), tokens, sites), dtype=torch.float32)
-    # few enough programs that their sums are small beside the sources, enough to fill the device
+    # There are enough programs to fill the device, and so few that their partial sums are small beside the sources.
     columns = divide_up(hidden_size, QUERY_GRAD_TILE["BLOCK_D"])
     splits = max(1, min(divide_up(tokens, 128), divide_up(4 * multiprocessors(source.device), columns)))
     partial_sums = _new_sums(splits if tokens else 0, sites, source)
@@ -382,7 +376,7 @@ def _parameter_grads(
 ) -> list[Tensor]:
     """From sums `[P, rows, D]`: gradients of `queries`, and of `gains` and `output_norm_weight`, so far as given."""
     programs, rows, hidden_size = partial_sums.shape
-    # without tokens there is nothing to sum
+    # Without tokens there is nothing to add up.
     new = torch.empty_like if programs else torch.zeros_like
     grads = [None if tensor is None else new(tensor) for tensor in (queries, gains, output_norm_weight)]
     if programs:
@@ -414,7 +408,7 @@ def _of_equal_strides(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _alignment(tensors: list[Tensor]) -> int:
-    """Of the rows in bytes, as far as it matters."""
+    """To how many bytes all rows are aligned: 16, or else the size of an element."""
     size = tensors[0].element_size()
     return 16 if all(x.data_ptr() % 16 == 0 and x.stride(0) * size % 16 == 0 for x in tensors) else size
 
@@ -450,11 +444,30 @@ def _new_mix(sources: list[Tensor], training: bool) -> list[Tensor]:
 
 def _new_phase_1(sources: list[Tensor], sites: int, training: bool) -> list[Tensor]:
     source = sources[0]
-    outputs = [new_like(source) for _ in range(0 if len(sources) == 1 else sites)]
+    outputs = [new_like(source) for _ in range(_new_mixes(sources, sites))]
     outputs += [_new_scalars(source) for _ in range(sites)]
     if training:
         outputs.append(_new_phase_1_scalars(sources, sites))
     return outputs
+
+
+def _new_mixes(sources: list[Tensor], sites: int) -> int:
+    """
+    How many mixes phase 1 makes. A single source is its own mix at every site: it is handed on as each of them, before
+    the sources themselves.
+    """
+    return 0 if len(sources) == 1 else sites
+
+
+def attn_res_phase_1_of_few(
+    sources: list[Tensor], pseudo_queries: list[Tensor], norm_weights: list[Tensor], eps: float
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Mixes, log-sum-exps, and the sources handed on, of as many sources and sites as one launch takes."""
+    results = run_attn_res_phase_1(sources, pseudo_queries, norm_weights, eps)
+    sites, mixes = len(pseudo_queries), _new_mixes(sources, len(pseudo_queries))
+    handed_on = results[len(results) - (sites - mixes) - len(sources) :]
+    outputs = results[:mixes] + handed_on[: sites - mixes]
+    return outputs, results[mixes : mixes + sites], handed_on[sites - mixes :]
 
 
 def _new_phase_1_scalars(sources: list[Tensor], sites: int) -> Tensor:
@@ -527,7 +540,7 @@ def _backward_attn_res(ctx, grads):
 def _save_phase_1(ctx, inputs, output):
     sources, queries, gains, _, training = inputs
     ctx.set_materialize_grads(False)
-    ctx.numbers = len(sources), len(queries), len(output)
+    ctx.numbers = len(sources), len(queries)
     if training:
         ctx.mark_non_differentiable(output[-1])
         ctx.save_for_backward(output[-1], *sources, *queries, *gains)
@@ -535,20 +548,16 @@ def _save_phase_1(ctx, inputs, output):
 
 def _backward_phase_1(ctx, grads):
     scalars, *saved = ctx.saved_tensors
-    n, sites, outputs = ctx.numbers
+    n, sites = ctx.numbers
     sources, queries, gains = saved[:n], saved[n : n + sites], saved[n + sites :]
-    if n == 1:
-        # its mixes are handed on, like itself
-        handed_on = grads[outputs:] or (None,) * (sites + 1)
-        grads = handed_on[:sites], grads[:sites], handed_on[sites:]
-    else:
-        grads = grads[:sites], grads[sites : 2 * sites], grads[outputs:]
-    output_grads = [torch.zeros_like(sources[0]) if grad is None else grad for grad in grads[0]]
-    log_sum_exp_grads = [
-        torch.zeros_like(sources[0][..., 0], dtype=torch.float32) if grad is None else grad for grad in grads[1]
-    ]
-    added = list(grads[2]) if any(grad is not None for grad in grads[2]) else []
-    added = [torch.zeros_like(sources[0]) if grad is None else grad for grad in added]
+    # Called through the dispatcher, the operation hands nothing on, and gets no gradients of that.
+    grads = (*grads, *(None,) * (n + sites))
+    mixes = _new_mixes(sources, sites)
+    handed_on = grads[mixes + sites + 1 :]
+    output_grads = [_or_zeros(grad, sources[0]) for grad in (*grads[:mixes], *handed_on[: sites - mixes])]
+    log_sum_exp_grads = [_or_zeros(grad, sources[0][..., 0], torch.float32) for grad in grads[mixes : mixes + sites]]
+    added = handed_on[sites - mixes :][:n]
+    added = [_or_zeros(grad, sources[0]) for grad in added] if any(grad is not None for grad in added) else []
     grads = _attn_res_phase_1_backward(output_grads, log_sum_exp_grads, added, sources, queries, gains, scalars)
     parameter_grads = [list(grad.unbind(0)) for grad in grads[n:]]
     return grads[:n], parameter_grads[0], parameter_grads[1] if gains else [], None, None
@@ -568,10 +577,9 @@ def _save_phase_2(ctx, inputs, output):
 def _backward_phase_2(ctx, grads):
     output, log_sum_exp, partial, query, gain, bias, output_norm, scalars, *sources = ctx.saved_tensors
     parameters = (query, gain, bias, output_norm)
-    # without an update the sum is handed on, after the mix and the scalars
+    # Without an update, the sum is handed on after the mix and the scalars.
     partial_grad, mixed_grad = grads[:2] if ctx.has_update else (grads[2] if len(grads) > 2 else None, grads[0])
-    if mixed_grad is None:
-        mixed_grad = torch.zeros_like(partial)
+    mixed_grad = _or_zeros(mixed_grad, partial)
     output_grad, log_sum_exp_grad, partial_grad, *grads = _attn_res_phase_2_backward(
         *(partial_grad, mixed_grad, output, log_sum_exp, sources, partial, *parameters, scalars),
         *(ctx.eps, ctx.factor),
@@ -588,6 +596,10 @@ def _backward_phase_2(ctx, grads):
         [None] * len(sources),
         *(None,) * 3,
     )
+
+
+def _or_zeros(grad: Tensor | None, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.zeros_like(like, dtype=dtype) if grad is None else grad
 
 
 def _so_far_as_given(grads, *inputs):
@@ -627,7 +639,7 @@ run_attn_res_phase_1 = DifferentiableOperation(
     lambda sources, queries, gains, eps, training: _new_phase_1(sources, len(queries), training),
     _save_phase_1,
     _backward_phase_1,
-    lambda sources, queries, *_: sources if len(sources) > 1 else sources * (len(queries) + 1),
+    lambda sources, queries, *_: sources[:1] * (len(queries) - _new_mixes(sources, len(queries))) + sources,
 )
 run_attn_res_phase_2 = DifferentiableOperation(
     attn_res_phase_2_forward,

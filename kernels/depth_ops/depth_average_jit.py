@@ -88,7 +88,7 @@ def depth_average_bwd_kernel(
     grad_B = tl.load(average_grad + offset_B, mask=inside_B, other=0.0).to(tl.float32)
     for first in range(0, num_sources, GROUP):
         values = _load_group(sources, first, num_sources, offset_B, inside_B, GROUP)
-        # while the sources are on their way
+        # This does not need the sources, which are still on their way.
         for j in tl.static_range(GROUP):
             grad = _one_of(grads[j::GROUP], first // GROUP)
             source_grad_B = _load_weight(weight, first + j, num_sources) * grad_B
@@ -96,9 +96,9 @@ def depth_average_bwd_kernel(
         sums = ()
         for j in tl.static_range(GROUP):
             product_B = grad_B * values[j].to(tl.float32)
-            # first what one thread has loaded
+            # What a thread has loaded is added up in the thread first.
             sums += (tl.sum(tl.reshape(product_B, [BLOCK // VECTOR, VECTOR]), 1),)
-        # in one reduction: each makes the warps wait for one another
+        # All sums are one reduction, since each reduction makes the warps wait for one another.
         sum_G = tl.reshape(tl.sum(_stacked(sums), 0), [GROUP])
         source_G = first + tl.arange(0, GROUP)
         tl.store(weight_grad_PN + program * num_sources + source_G, sum_G, mask=source_G < num_sources)

@@ -11,11 +11,12 @@ from .depth_launch import device_of, divide_up, new_like
 from .typed_operations import DifferentiableOperation, Operation
 
 
-# how many sources are in flight at once, and how many elements a program holds: of bf16, 16 bytes of each thread
+# GROUP sources are in flight at once, and BLOCK elements of each: 16 bytes of each thread if they are bf16.
 FWD_TILE = {"GROUP": 8, "BLOCK": 1024, "num_warps": 4}
 BWD_TILE = {"GROUP": 8, "BLOCK": 1024, "num_warps": 4}
 MAX_SOURCES = 128
-# the kernels are compiled for so many, and for runs of so many more; the last source stands for those that are missing
+# The kernels are compiled for these numbers of sources. A number in between takes the next one, and the last source
+# stands for those that are missing.
 _SIZES = (4, 16, 64, MAX_SOURCES)
 
 

@@ -109,7 +109,7 @@ def triton_obstacle(tensors: Iterable[Tensor | None]) -> str | None:
     for tensor in tensors:
         if tensor.dtype not in KERNEL_DTYPES:
             return f"supports {', '.join(map(str, KERNEL_DTYPES))}, not {tensor.dtype}"
-    # all tensors are on one device, as plain_tensor_obstacle has found
+    # By now all tensors are known to be on one device.
     device = tensors[0].device
     if device.type != "cuda" and not INTERPRETED:
         return f"needs a GPU, and the tensors are on {device}"

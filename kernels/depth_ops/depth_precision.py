@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-# asked once, since the compiler of older versions of torch cannot trace the question
+# This is asked once, since the compilers of older versions of torch cannot trace the question.
 AUTOCAST_DEVICES = frozenset(
     device for device in ("cpu", "cuda", "xpu", "mps", "hpu") if torch.amp.is_autocast_available(device)
 )

@@ -35,7 +35,7 @@ try:
 except ImportError:
     raise
 
-# the interpreter multiplies no bf16 matrices
+# The interpreter cannot multiply bf16 matrices, so there they are widened first.
 WIDENED = tl.constexpr(INTERPRETED)
 SMALLEST_SUM = tl.constexpr(1e-12)
 
@@ -117,7 +117,7 @@ def _sinkhorn_start(logits):
 
 @triton.jit
 def _line_sums(matrix, COLUMNS: tl.constexpr, S: tl.constexpr):
-    """Of the columns of a matrix, a tuple row by row, or else of its rows."""
+    """The sums of the columns, or else of the rows, of a matrix, which is a tuple row by row."""
     sums = ()
     for line in tl.static_range(S):
         total_T = matrix[line if COLUMNS else line * S]
@@ -320,7 +320,7 @@ def hyper_connection_pre_grad_kernel(
 def _joined(columns, BLOCK_T: tl.constexpr):
     """Columns, a power of two of them, as a matrix, to be stored by rows. A thread keeps its own."""
     COLUMNS: tl.constexpr = len(columns)
-    # each step gives the highest bit left of a column's number a dimension of its own
+    # Each step makes a dimension of the highest bit that is left of a column's number.
     for _ in tl.static_range(COLUMNS.bit_length() - 1):
         pairs = ()
         for k in tl.static_range(len(columns) // 2):
@@ -373,7 +373,7 @@ def hyper_connection_maps_bwd_kernel(
         sums_T = line_sums + step * 2 * S * tokens + token_T
         matrix = _sinkhorn_step(matrix, sums_T, tokens, valid_T, COLUMNS_FIRST, S)
         matrix = _sinkhorn_step(matrix, sums_T + S * tokens, tokens, valid_T, not COLUMNS_FIRST, S)
-    # one thread may read what another has written
+    # From here on a thread may read what another one has written.
     tl.debug_barrier()
     products = ()
     for k in tl.static_range(S * S):
@@ -385,7 +385,7 @@ def hyper_connection_maps_bwd_kernel(
             products, matrix, sums_T + S * tokens, tokens, valid_T, not COLUMNS_FIRST, S
         )
         products, matrix = _sinkhorn_step_backward(products, matrix, sums_T, tokens, valid_T, COLUMNS_FIRST, S)
-    # the largest logit, of which there may be several, was taken from each
+    # The largest logit was subtracted from all. Several may be the largest, and share its gradient.
     total_T = tl.zeros([BLOCK_T], tl.float32)
     ties_T = tl.zeros([BLOCK_T], tl.float32)
     passed = ()
@@ -513,7 +513,7 @@ def hyper_connection_projection_grad_kernel(
     column_D = (tl.program_id(0) % COLUMNS) * BLOCK_D + tl.arange(0, BLOCK_D)
     first = tl.program_id(1).to(tl.int64) * tokens_of_program
     end = tl.minimum(first + tokens_of_program, tokens)
-    # of both halves of the coefficients at once, side by side
+    # The two halves of the coefficients stand side by side, in one product.
     sums_DN = tl.zeros([BLOCK_D, HALVES * BLOCK_M], tl.float32)
     for start in range(first, end, BLOCK_T):
         token_T = start + tl.arange(0, BLOCK_T)
@@ -586,7 +586,7 @@ def hyper_connection_parameter_grad_kernel(
     else:
         row = tl.program_id(0) - COLUMN_PROGRAMS
         part = row - M
-        # a map's entries lie together
+        # The entries of one map lie together.
         rows = tl.where(part == 2, S * S, tl.where(part >= 0, S, 1))
         source = map_sums + tl.where(part >= 0, M + part * S, row) * programs.to(tl.int64)
         sums_P = tl.zeros([BLOCK_P], tl.float32)
@@ -664,7 +664,7 @@ def hyper_connection_write_bwd_kernel(
     token_T = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     valid_T = token_T < tokens
     matrix, weights = _load_maps(residual, post, token_T, valid_T, S)
-    # of the residual matrix, row by row, and then of the weights of the update
+    # These are sums for the residual matrix, row by row, and then for the weights of the update.
     sums = ()
     for _ in tl.static_range(S * (S + 1)):
         sums += (tl.zeros([BLOCK_T, BLOCK_D // 8], tl.float32),)

@@ -9,25 +9,25 @@ from .depth_launch import as_rows, device_of, divide_up, matrix_block, matrix_pr
 from .typed_operations import DifferentiableOperation, Operation
 
 
-# a thread has a whole matrix of streams by streams, in registers, and compilation takes the longer the larger it is
+# Each thread holds a matrix of streams by streams in registers. The larger it is, the longer compilation takes.
 MAX_STREAMS = 5
 SCORE_TILE = {"BLOCK_T": 128, "BLOCK_D": 64, "num_warps": 4, "num_stages": 3}
-# products in fp32 need more registers
+# Matrix products of fp32 need more registers.
 WIDE_SCORE_TILE = SCORE_TILE | {"BLOCK_D": 32}
-# one token of a thread
+# Each thread has one token.
 MAPS_TILE = {"BLOCK_T": 32, "num_warps": 1}
-# one token of a warp
+# Each warp has one token.
 MIX_TILE = {"BLOCK_T": 4, "BLOCK_D": 256, "num_warps": 4}
 SUMS_TILE = {"BLOCK_T": 4, "BLOCK_D": 256, "num_warps": 4}
 FOLD_TILE = {"BLOCK_D": 1024, "num_warps": 4}
 STREAMS_GRAD_TILE = {"BLOCK_T": 64, "BLOCK_D": 128, "num_warps": 4}
 if not torch.version.hip:
-    # three programs on a multiprocessor, not two
+    # With this limit three programs fit on a multiprocessor, without it two.
     STREAMS_GRAD_TILE["maxnreg"] = 168
 WIDE_STREAMS_GRAD_TILE = {"BLOCK_T": 64, "BLOCK_D": 64, "num_warps": 4}
 PROJECTION_GRAD_TILE = {"BLOCK_T": 64, "BLOCK_D": 128, "num_warps": 4, "num_stages": 3}
 WIDE_PROJECTION_GRAD_TILE = PROJECTION_GRAD_TILE | {"BLOCK_D": 64}
-# so many of the last that all run at once
+# There are only so many programs of the projection gradient that all of them run at once.
 PROJECTION_GRAD_PROGRAMS_PER_MULTIPROCESSOR = 2
 PARAMETER_TILE = {"BLOCK_M": 8, "BLOCK_K": 16, "BLOCK_D": 32, "BLOCK_P": 1024, "num_warps": 4}
 
@@ -234,7 +234,7 @@ def _rows(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def _streams(tensor: Tensor) -> tuple[Tensor, int, int]:
-    """The same of `[..., S, D]` as `[T, S, D]`, of which the streams may be one."""
+    """`[..., S, D]` as `[T, S, D]` with neighbouring columns, copied only if need be, and both strides."""
     rows = tensor.reshape(-1, *tensor.shape[-2:])
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     return rows, rows.stride(0), rows.stride(1)
@@ -268,7 +268,7 @@ def _save_read(ctx, inputs, output):
 
 def _backward_read(ctx, grads):
     scalars, streams, norm_weight, projection, *rest = ctx.saved_tensors
-    # what is handed on comes after the scalars
+    # The gradient of the streams that were handed on comes after that of the scalars.
     mixed_grad, residual_grad, post_grad, _, added_grad = (*grads, None)[:5]
     *leading, num_streams, size = streams.shape
     if mixed_grad is None:

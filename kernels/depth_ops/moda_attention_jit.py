@@ -26,7 +26,7 @@ except ImportError:
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
-# whose matrix product takes the bits of bf16 for integers
+# The interpreter's matrix product takes the bits of bf16 for integers.
 IN_INTERPRETER = tl.constexpr(INTERPRETED)
 
 
@@ -35,7 +35,7 @@ def _product(x, y):
     if IN_INTERPRETER:
         x = x.to(tl.float32)
         y = y.to(tl.float32)
-    # not TF32
+    # TF32 would round the inputs to 10 bits.
     return tl.dot(x, y, input_precision="ieee")
 
 
@@ -111,7 +111,7 @@ def depth_merge_fwd_kernel(
         member_G = chunk * BLOCK_GROUP + tl.arange(0, BLOCK_GROUP)
         query_RGD = _load_heads(query, place, member_G, GROUP, HEAD_DIM, BLOCK_DIM)
         address_RG, exists_RG = _heads(log_sum_exp, place, member_G, GROUP)
-        # the attention over the sequence is where the online softmax starts from
+        # The online softmax starts from the attention over the sequence.
         highest_RG = tl.load(address_RG, mask=exists_RG, other=0.0) * LOG2_E
         total_RG = tl.where(highest_RG == float("-inf"), 0.0, 1.0)
         mix_RGD = _load_heads(output, place, member_G, GROUP, HEAD_DIM, BLOCK_DIM).to(tl.float32)
@@ -140,7 +140,7 @@ def depth_merge_fwd_kernel(
 
 @triton.jit
 def _store_slots(tensor, grad_RND, place, slot_N, slots, fresh, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """Into the first `fresh` slots, which may hold anything; added to the others."""
+    """Stores into the first `fresh` slots, which may hold anything, and adds to the others."""
     address, mask = _slots(tensor, place, slot_N, slots, HEAD_DIM, BLOCK_DIM)
     earlier = tl.load(address, mask=mask & (slot_N >= fresh)[None, :, None], other=0.0)
     tl.store(address, grad_RND + earlier.to(tl.float32), mask=mask)
@@ -180,7 +180,7 @@ def depth_merge_bwd_kernel(
         delta_RG = tl.sum(grad_RGD.to(tl.float32) * output_RGD.to(tl.float32), 2)
         query_RGD = _load_heads(query, place, member_G, GROUP, HEAD_DIM, BLOCK_DIM)
         address_RG, exists_RG = _heads(log_sum_exp, place, member_G, GROUP)
-        # infinite where there is no head, which then has weights of zero
+        # Where there is no head it is infinite, which makes the weights zero.
         log_sum_exp_RG = tl.load(address_RG, mask=exists_RG, other=float("inf")) * LOG2_E
         query_grad_RGD = tl.zeros([BLOCK_ROWS, BLOCK_GROUP, BLOCK_DIM], tl.float32)
         for first in tl.range(0, slots, BLOCK_SLOTS, num_stages=STAGES):
@@ -200,7 +200,7 @@ def depth_merge_bwd_kernel(
             key_grad_RND = _product(tl.trans(score_grad_RGN, (0, 2, 1)), query_RGD)
             value_grad_RND = _product(tl.trans(weight_RGN, (0, 2, 1)), grad_RGD)
             if ADD_SLOT_GRADS:
-                # the first heads have begun all of them
+                # After the first heads, every slot has a gradient to add to.
                 new = fresh if chunk == 0 else 0
                 _store_slots(key_grads, key_grad_RND, place, slot_N, slots, new, HEAD_DIM, BLOCK_DIM)
                 _store_slots(value_grads, value_grad_RND, place, slot_N, slots, new, HEAD_DIM, BLOCK_DIM)
@@ -214,7 +214,7 @@ def depth_merge_bwd_kernel(
         if ADD_QUERY_GRAD:
             query_grad_RGD += tl.load(address, mask=mask, other=0.0).to(tl.float32)
         tl.store(address, query_grad_RGD, mask=mask)
-        # the next heads add to what other threads have stored
+        # The next heads add to what other threads have stored here.
         tl.debug_barrier()
 
 
@@ -225,12 +225,12 @@ def _attend(query_MD, key_ND, value_ND, visible_MN, bias_MN, state, scaling):
     score_MN = _product(query_MD, tl.trans(key_ND)) * scaling
     if bias_MN is not None:
         score_MN += bias_MN
-    # the lowest number of a mask, which hides less than -inf does, stays finite
+    # A mask may have the lowest finite number, which hides less than -inf does: it must stay finite.
     scaled_MN = tl.maximum(score_MN * LOG2_E, tl.where(score_MN == float("-inf"), float("-inf"), LOWEST))
     score_MN = tl.where(visible_MN, scaled_MN, float("-inf"))
     previous_M = highest_M
     highest_M = tl.maximum(previous_M, tl.max(score_MN, 1))
-    # a row may have seen nothing yet
+    # A row may have seen nothing yet, and infinity minus infinity is not a number.
     shift_M = tl.where(highest_M == float("-inf"), 0.0, highest_M)
     kept_M = tl.exp2(previous_M - shift_M)
     odds_MN = tl.exp2(score_MN - shift_M[:, None])
@@ -323,7 +323,7 @@ def moda_decode_kernel(
         for first in tl.range(depth_part * columns, last, BLOCK_COLUMNS, num_stages=STAGES):
             column_N = first + tl.arange(0, BLOCK_COLUMNS)
             exists_N = column_N < last
-            # the slots of all tokens, of which each sees its own
+            # The columns are the slots of all tokens, and each token sees its own.
             slot_N = (column_N // tokens).to(tl.int64)
             own_N = column_N % tokens
             address_N = keys[0] + slot_N * keys[1] + batch * keys[2] + own_N.to(tl.int64) * keys[3] + head * keys[4]
@@ -335,7 +335,7 @@ def moda_decode_kernel(
             visible_MN = exists_N[None, :] & (own_N[None, :] == token_M[:, None])
             state = _attend(query_MD, key_ND, value_ND, visible_MN, None, state, scaling)
     highest_M, total_M, mix_MD = state
-    # a row that has seen nothing: zero, of no weight
+    # A row that has seen nothing is zero, and its log-sum-exp is -inf.
     mix_MD /= tl.where(total_M == 0.0, 1.0, total_M)[:, None]
     row_M = (part * (tl.num_programs(0) // KV_HEADS) + batch) * tokens + token_M
     address_M = (row_M * (KV_HEADS * GROUP) + head_M) * HEAD_DIM

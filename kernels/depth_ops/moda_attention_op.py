@@ -1,5 +1,5 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
-"""Mixture-of-Depths Attention (arXiv 2603.15619): public entry points."""
+"""Mixture-of-Depths Attention: public operations."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .depth_checks import check_heads, default_scaling
-from .depth_dispatch import plain_tensor_obstacle, use_triton
+from .depth_dispatch import Route, plain_tensor_obstacle, route
 from .depth_precision import autocast_dtype
 from .moda_attention_joint import run_moda_attention
 from .moda_attention_reference import moda_attention_reference, moda_attention_weights_reference
@@ -30,8 +30,8 @@ def moda_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""
     Attention whose softmax has further columns: for each token, the depth slots, which earlier layers made of the same
-    token (equation 2 of the paper). With query head \\(h\\) of token \\(t\\), its key-value head \\(c = \lfloor h / g
-    \rfloor\\) and one normaliser over both parts,
+    token (Mixture-of-Depths Attention, arXiv 2603.15619, equation 2). With query head \\(h\\) of token \\(t\\), its
+    key-value head \\(c = \lfloor h / g \rfloor\\) and one normaliser over both parts,
 
     $$o_{th} = \sum_u p_u v_{uc} + \sum_j p_j v^d_{jtc}, \qquad p = \mathrm{softmax}\bigl([s\, q_{th}^\top k_{uc}]_u,
     [s\, q_{th}^\top k^d_{jtc}]_j\bigr).$$
@@ -71,6 +71,17 @@ def moda_attention(
     Raises:
         `ValueError`: if shapes, dtypes or devices do not fit together, or `impl` is unknown.
         `RuntimeError`: if `impl="triton"` cannot run.
+
+    Example:
+
+        >>> import torch
+        >>> from depthmix.kernels import moda_attention
+
+        >>> query = torch.zeros(1, 4, 1, 8)  # equal scores for the three tokens of the sequence and the slot
+        >>> key = value = torch.ones(1, 2, 3, 8)
+        >>> slots = torch.full((1, 1, 1, 2, 8), 5.0)
+        >>> moda_attention(query, key, value, slots, slots)[0, 0, 0, :4]
+        tensor([2., 2., 2., 2.])
     """
     return attend(
         *(query, key, value, [depth_keys], [depth_values], depth_query, scaling),
@@ -100,6 +111,15 @@ def moda_attention_weights(
 
     Raises:
         `ValueError`: if the shapes do not fit together.
+
+    Example:
+
+        >>> import torch
+        >>> from depthmix.kernels import moda_attention_weights
+
+        >>> query, key, slots = torch.zeros(1, 4, 1, 8), torch.ones(1, 2, 3, 8), torch.ones(1, 1, 1, 2, 8)
+        >>> moda_attention_weights(query, key, slots)[0, 0, 0]
+        tensor([0.2500, 0.2500, 0.2500, 0.2500])
     """
     query, key, _, (depth_keys,), _, depth_query = check_attention(
         query, key, key, [depth_keys], [depth_keys], depth_query, attention_mask, is_causal
@@ -173,10 +193,10 @@ def choose(
         obstacle = "gives attention_mask no gradient"
     elif obstacle is None and query.device.type not in ("cpu", "cuda"):
         obstacle = f"needs a GPU, and the tensors are on {query.device}"
-    kernel = use_triton(impl, "moda_attention", obstacle or moda_attention_obstacle(*tensors))
+    way = route(impl, "moda_attention", obstacle or moda_attention_obstacle(*tensors))
     if impl == "reference" or obstacle is not None:
         return "reference"
-    if not kernel:
+    if way is not Route.KERNEL:
         return "torch"
     return "decode" if not trained and decodes(query, key) else "triton"
 

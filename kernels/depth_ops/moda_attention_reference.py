@@ -43,7 +43,7 @@ def moda_attention_weights_reference(
             sequence_BHTS = sequence_BHTS + attention_mask.to(dtype)
     logits_BHTX = torch.cat([sequence_BHTS, depth_BHTN], dim=-1)
     log_sum_exp_BHT = logits_BHTX.detach().logsumexp(-1)
-    # a row that sees nothing has no softmax, and gets no weights
+    # A row that sees nothing has no softmax, and gets weights of zero.
     empty_BHT1 = log_sum_exp_BHT.isneginf().unsqueeze(-1)
     weights_BHTX = logits_BHTX.masked_fill(empty_BHT1, 0.0).softmax(-1).masked_fill(empty_BHT1, 0.0)
     return weights_BHTX, log_sum_exp_BHT

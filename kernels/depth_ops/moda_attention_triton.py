@@ -16,7 +16,8 @@ if triton is not None:
         moda_decode_merge_kernel,
     )
 
-# tokens, and tokens times query heads of a key-value head, up to which one kernel does both attentions
+# Up to so many new tokens, and so many rows (tokens times query heads of a key-value head), one kernel does both
+# attentions.
 DECODED_TOKENS, DECODED_QUERIES = 16, 64
 DECODE_COLUMNS = 64
 MAX_HEAD_DIM = 256
@@ -36,7 +37,7 @@ def moda_attention_obstacle(query: Tensor, key: Tensor, *others: Tensor) -> str 
 
 
 def slot_obstacle(key: Tensor, value: Tensor) -> str | None:
-    """The same, of slots `[B, T, K, D]`."""
+    """Why the kernels cannot work on slots `[B, T, K, D]`, as the end of a sentence about them; None if they can."""
     return moda_attention_obstacle(*(x.transpose(1, 2) for x in (key, key, value)))
 
 
@@ -62,10 +63,10 @@ def decode_forward(
     kv_heads, length = key.shape[1:3]
     slots = 0 if keys is None else keys.shape[0]
     block_dim = matrix_block(head_dim)
-    # two to four programs for each multiprocessor, and never less than a block of columns for one
+    # There are two to four programs for each multiprocessor, each with at least one block of columns.
     wanted = max(1, 2 * multiprocessors(query.device) // max(1, batch * kv_heads))
     columns = max(1, length // (wanted * DECODE_COLUMNS)) * DECODE_COLUMNS
-    # a program would begin the slots only after its part of the sequence
+    # The slots get programs of their own: after a part of the sequence they would begin late.
     parts = max(1, divide_up(length, columns) + divide_up(slots * tokens, columns))
     output = new_heads_like(query)
     log_sum_exp = query.new_empty((batch, heads, tokens), dtype=torch.float32)
@@ -179,7 +180,7 @@ def _launch(direction: str, query: Tensor, keys: Tensor) -> tuple[int, dict[str,
     kv_heads = keys.shape[3]
     group = heads // kv_heads
     block_dim = matrix_block(head_dim)
-    # more heads, one such block after the other
+    # Of a larger group, a program takes one such block of heads after the other.
     block_group = min(matrix_block(group), 32 if block_dim <= 64 and query.element_size() == 2 else 16)
     rows, slots, warps, stages = tile(direction, block_group, block_dim, query.element_size())
     constants = {
@@ -200,7 +201,7 @@ def tile(direction: str, block_group: int, block_dim: int, element_size: int) ->
     """Rows and slots of a program, warps, and stages of its loop."""
     if element_size == 4:
         return max(1, 64 // block_dim), 16, 4, 1
-    # measured on an H200: a warp for every 16 heads of a token is best as long as they fit into its registers
+    # Measured on an H200: one warp for every 16 heads of a token is best, as long as they fit into its registers.
     size = block_group * block_dim
     if size > 2048:
         return 1, 16, 4, 2

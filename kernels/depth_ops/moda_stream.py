@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .depth_checks import default_scaling
-from .depth_dispatch import check_implementation, use_triton
+from .depth_dispatch import Route, check_implementation, route
 from .depth_precision import autocast_dtype
 from .moda_attention_joint import joint_backward, moda_attention_forward, run_moda_attention
 from .moda_attention_op import attend, check_attention, choose
@@ -53,6 +53,16 @@ class DepthStream:
     Raises:
         `ValueError`: if `impl` is unknown.
         `RuntimeError`: if `impl="triton"` and Triton is not installed.
+
+    Example:
+
+        >>> import torch
+        >>> from depthmix.kernels import DepthStream
+
+        >>> stream = DepthStream(slots=2)
+        >>> handle = stream.write(stream.handle, torch.zeros(1, 3, 2, 8), torch.ones(1, 3, 2, 8))
+        >>> stream.written, stream.slots(handle, 0, 1)[1][0].shape
+        (1, torch.Size([1, 3, 2, 8]))
     """
 
     def __init__(
@@ -63,7 +73,8 @@ class DepthStream:
         self.kept = slots if window is None else min(window, slots)
         self.written = 0
         self._has_buffers = False
-        # keys and values `[slots, B, T, K, D]`, and their gradients during a backward pass, where slots are shared
+        # Where readers share the slots: keys and values `[slots, B, T, K, D]`, and during a backward pass their
+        # gradients.
         self._slots: list[Tensor] | None = None
         self._grads: list[Tensor] | None = None
         self._has_grad = [False] * slots
@@ -106,11 +117,11 @@ class DepthStream:
         if (dtype := autocast_dtype(key)) is not None:
             key, value = key.to(dtype), value.to(dtype)
         if index == 0:
-            has_kernels = use_triton(self.impl, "DepthStream", slot_obstacle(key, value))
+            way = route(self.impl, "DepthStream", slot_obstacle(key, value))
             self._has_buffers = not torch.is_grad_enabled()
             if self._has_buffers:
                 handle = tuple(x.new_empty((self.kept, *x.shape)) for x in (key, value))
-            elif has_kernels and not is_recorded():
+            elif way is Route.KERNEL and not is_recorded():
                 self._slots = [x.new_empty((self.capacity, *x.shape)) for x in (key, value)]
         if buffers := handle if self._has_buffers else self._slots:
             shape, dtype = buffers[0].shape[1:], buffers[0].dtype
@@ -121,7 +132,7 @@ class DepthStream:
                 )
         self.written += 1
         if self._has_buffers:
-            # the layers of a model may be spread over devices: what comes next is where this layer is
+            # The layers of a model may be spread over devices. The next ones are where this one is.
             handle = tuple(slots.to(key.device) for slots in handle)
             for slots, tensor in zip(handle, (key, value), strict=True):
                 slots[index % self.kept].copy_(tensor)
@@ -173,7 +184,7 @@ class DepthStream:
             slots[index].copy_(tensor)
 
     def _read(self, start: int, stop: int, device: torch.device) -> list[Tensor]:
-        # the layers of a model may be spread over devices
+        # The layers of a model may be spread over devices.
         return [slots[start:stop].to(device) for slots in self._slots]
 
     def _grads_of(self, start: int, stop: int) -> tuple[list[Tensor], int]:
@@ -225,7 +236,7 @@ class _Write(torch.autograd.Function):
     def backward(ctx, handle_grad):
         grads = ctx.stream._take_grads(ctx.index)
         if grads[0] is not None:
-            # they depend on what the readers have read, and that on what has been written before
+            # They depend on what their readers have read, which depends on earlier slots too.
             grads = without_derivative(
                 lambda: [grad.to(ctx.device, ctx.dtype) for grad in grads],
                 [] if handle_grad is None else [handle_grad],
@@ -306,6 +317,17 @@ def moda_attention_over_stream(
         `ValueError`: if shapes or dtypes do not fit together, or a slot has not been written, or has been written
             over.
         `RuntimeError`: if the stream's `impl` is `"triton"` and cannot run.
+
+    Example:
+
+        >>> import torch
+        >>> from depthmix.kernels import DepthStream, moda_attention_over_stream
+
+        >>> stream = DepthStream(slots=2)
+        >>> handle = stream.write(stream.handle, torch.ones(1, 3, 2, 8), torch.ones(1, 3, 2, 8))
+        >>> query, key = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8)
+        >>> moda_attention_over_stream(query, key, key, stream, handle, start=0, stop=1).shape
+        torch.Size([1, 4, 3, 8])
     """
     stream.check_span(start, stop)
     if stream.is_shared and start < stop:
@@ -314,7 +336,7 @@ def moda_attention_over_stream(
         )
         return (output, log_sum_exp) if return_lse else output
     keys, values = ([], []) if stream.is_shared else stream._groups(handle, start, stop)
-    # the layers of a model may be spread over devices
+    # The layers of a model may be spread over devices.
     keys, values = ([slots.to(query.device) for slots in group] for group in (keys, values))
     return attend(
         *(query, key, value, keys, values, depth_query, scaling),
@@ -322,7 +344,7 @@ def moda_attention_over_stream(
     )
 
 
-# what happens here behind autograd's back is not for the compiler to see
+# The gradients of slots travel outside of autograd, which a compiler would not notice.
 @torch.compiler.disable
 def _attend_to_shared(
     query: Tensor,

@@ -44,7 +44,7 @@ def _halves(pointer, mask, column_stride, HEAD_DIM: tl.constexpr, BLOCK_HALF: tl
         low_mask = mask & (column_C < SPLIT)[None, :]
     if HEAD_DIM - SPLIT < BLOCK_HALF:
         high_mask = mask & (column_C < HEAD_DIM - SPLIT)[None, :]
-    # the product may need 64 bits where the stride does not
+    # The product of column and stride may need 64 bits where the stride does not.
     return low, low_mask, low + tl.full([], SPLIT, tl.int64) * column_stride, high_mask
 
 
@@ -58,7 +58,7 @@ def _load(tensor, head_R, place, HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexp
 
 @triton.jit
 def _chosen(pointers, i):
-    # a tuple has no element at a number that is known at run time only
+    # Triton cannot index a tuple by a number that is known at run time only.
     address = pointers[0].to(tl.int64)
     for j in tl.static_range(1, len(pointers)):
         address = tl.where(i == j, pointers[j].to(tl.int64), address)
@@ -88,7 +88,8 @@ def _store(pointer, halves, head_R, HEADS: tl.constexpr, place, HEAD_DIM: tl.con
 
 @triton.jit
 def _store_column_sums(partial_sums, row, halves, HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr):
-    # partial_sums is [programs, 2, D]; a second reduction follows, since atomics would add in any order
+    # partial_sums is [programs, 2, D]. A second reduction adds it up: atomics would add in a different order each
+    # time.
     pointer = partial_sums + (tl.program_id(0).to(tl.int64) * 2 + row) * HEAD_DIM
     low, low_mask, high, high_mask = _halves(pointer, True, 1, HEAD_DIM, BLOCK_HALF)
     tl.store(low, tl.sum(halves[0], 0)[None, :], mask=low_mask)
@@ -199,7 +200,7 @@ def norm_rotary_mix_fwd_kernel(
     BLOCK_HALF: tl.constexpr,
 ):
     head_R, place = _rows(tokens, KV_HEADS, BLOCK_ROWS)
-    # everything is loaded before the first store, since the compiler moves no load over a store
+    # Everything is loaded before the first store, since the compiler moves no load over a store.
     raw_queries = ()
     for g in tl.static_range(GROUP):
         raw_queries += (_load(query, head_R * GROUP + g, place, HEAD_DIM, BLOCK_HALF),)
@@ -322,7 +323,7 @@ def norm_rotary_mix_bwd_kernel(
             mean = _add(mean, x)
         mean = _scale(scaling / GROUP, mean)
 
-        # the gradient of a weight is the product of its value with the gradient of the mix
+        # A weight's gradient is the product of its value with the gradient of the mix.
         own_score_R = _dot(mean, own_key)
         own_product_R = _dot(grad, _float(_load(value, head_R, place, HEAD_DIM, BLOCK_HALF)))
         highest_R = own_score_R

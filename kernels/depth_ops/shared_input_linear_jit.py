@@ -29,7 +29,7 @@ def shared_input_linear_kernel(
 ):
     program = tl.program_id(0)
     for i in tl.static_range(len(weights)):
-        # before these programs come those of earlier weights
+        # Programs are numbered over all weights, one after the other. This is where weight i begins.
         if (program >= 0) & (program * BLOCK_E < SIZES[i]):
             row_E = program * BLOCK_E + tl.arange(0, BLOCK_E)
             start_E1 = weights[i] + (row_E.to(tl.int64) * strides[i])[:, None]

@@ -11,7 +11,7 @@ from .depth_launch import device_of, divide_up
 from .typed_operations import Operation
 
 
-# for rows up to so long, and for longer ones
+# Rows of up to so many columns have a tile of their own.
 NARROW = 1024
 NARROW_TILE = {"BLOCK_E": 4, "BLOCK_B": 512, "num_warps": 4}
 TILE = {"BLOCK_E": 2, "BLOCK_B": 512, "num_warps": 2}

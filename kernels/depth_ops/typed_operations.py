@@ -110,7 +110,7 @@ class DifferentiableOperation(Operation):
         tensors = _tensors(inputs)
         training = _needs_grad(tensors)
         if not (training and _is_plain(tensors)):
-            # a typed operation may not return its inputs
+            # A typed operation may not return its inputs, so they are handed on here.
             return [*super().__call__(*inputs, training), *self.handed_on(*inputs)]
         lengths = tuple(len(x) if isinstance(x, list) else None for x in inputs)
         flat = [x for entry in inputs for x in (entry if isinstance(entry, list) else [entry])]
