@@ -23,6 +23,7 @@ Legend: T tokens, D hidden size, N sources, S sites, P programs; in the kernels 
 """
 
 from .depth_dispatch import INTERPRETED
+from .depth_jit import block_of
 
 
 # Only imported where Triton is. The block tells transformers that saved models load without it.
@@ -40,10 +41,7 @@ WIDENED = tl.constexpr(INTERPRETED)
 def _rows(tensor, row_R, valid_R, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Addresses and mask."""
     column_D = tl.arange(0, BLOCK_D)
-    return (
-        tensor[0] + (row_R * tensor[1])[:, None] + column_D[None, :],
-        valid_R[:, None] & (column_D < D)[None, :],
-    )
+    return (tensor[0] + (row_R * tensor[1])[:, None] + column_D[None, :], valid_R[:, None] & (column_D < D)[None, :])
 
 
 @triton.jit
@@ -106,9 +104,7 @@ def _columns_of_each(row_N1, column_K, ALIGNMENT: tl.constexpr):
 @triton.jit
 def _load_of_each(row_N1, valid_N, column_K, ALIGNMENT: tl.constexpr, D: tl.constexpr):
     return tl.load(
-        _columns_of_each(row_N1, column_K, ALIGNMENT),
-        mask=valid_N[:, None] & (column_K < D)[None, :],
-        other=0.0,
+        _columns_of_each(row_N1, column_K, ALIGNMENT), mask=valid_N[:, None] & (column_K < D)[None, :], other=0.0
     )
 
 
@@ -235,8 +231,7 @@ def attn_res_fwd_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    row_R = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    valid_R = row_R < tokens
+    row_R, valid_R = block_of(tokens, BLOCK_ROWS)
     values = ()
     for i in tl.static_range(len(sources)):
         values += (_load(sources[i], row_R, valid_R, D, BLOCK_D),)
@@ -351,8 +346,7 @@ def attn_res_phase_1_few_fwd_kernel(
     """Phase 1 of few tokens, as in decoding: each program has one site, and there is one launch."""
     N: tl.constexpr = len(sources)
     SITES: tl.constexpr = len(log_sum_exps)
-    row_R = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    valid_R = row_R < tokens
+    row_R, valid_R = block_of(tokens, BLOCK_ROWS)
     site = tl.program_id(1)
     values = ()
     for i in tl.static_range(N):
@@ -394,8 +388,7 @@ def attn_res_phase_1_score_kernel(
     The logits of one source at all sites, a matrix product, and its inverse root mean squares. Where there is no
     other source, the logits are the log-sum-exps.
     """
-    token_T = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    valid_T = token_T < tokens
+    token_T, valid_T = block_of(tokens, BLOCK_T)
     site_S = tl.arange(0, BLOCK_S)
     source, row_stride = _one_of(sources, tl.program_id(1), ALIGNMENT)
     row_T1 = source + (token_T * row_stride)[:, None]
@@ -432,8 +425,7 @@ def attn_res_phase_1_fwd_kernel(
     """The mixes of all sites from the logits; columns are independent."""
     N: tl.constexpr = len(sources)
     SITES: tl.constexpr = len(outputs)
-    row_R = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    valid_R = row_R < tokens
+    row_R, valid_R = block_of(tokens, BLOCK_ROWS)
     column_D = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     mask = valid_R[:, None] & (column_D < D)[None, :]
     values = ()
@@ -620,8 +612,7 @@ def attn_res_phase_2_fwd_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    row_R = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    valid_R = row_R < tokens
+    row_R, valid_R = block_of(tokens, BLOCK_ROWS)
     tokens = tokens.to(tl.int64)
     finished = _load(output, row_R, valid_R, D, BLOCK_D)
     value = _load(partial, row_R, valid_R, D, BLOCK_D)

@@ -72,11 +72,7 @@ def attn_res_reference(
 
 
 def attn_res_phase_1_reference(
-    sources: Sequence[Tensor],
-    pseudo_queries: Sequence[Tensor],
-    norm_weights: Sequence[Tensor] | None,
-    *,
-    eps: float,
+    sources: Sequence[Tensor], pseudo_queries: Sequence[Tensor], norm_weights: Sequence[Tensor] | None, *, eps: float
 ) -> tuple[list[Tensor], list[Tensor]]:
     """For each site the mix of the finished blocks, `[X, D]`, and its log-sum-exp, `[X]`. See `attn_res_phase_1`."""
     outputs, log_sum_exps = [], []

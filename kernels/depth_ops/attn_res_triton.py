@@ -57,10 +57,7 @@ TILES = {
     "attn_res_phase_2_bwd": Tile(16, programs_per_multiprocessor=3, stages=2),
 }
 # These replace the tiles above where a row has more than 2048 columns.
-WIDE_TILES = {
-    "attn_res_fwd": Tile(32),
-    "attn_res_bwd": Tile(16, programs_per_multiprocessor=2, stages=1),
-}
+WIDE_TILES = {"attn_res_fwd": Tile(32), "attn_res_bwd": Tile(16, programs_per_multiprocessor=2, stages=1)}
 SCORE_TILE = {"BLOCK_T": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
 PHASE_1_FWD_TILE = {"BLOCK_ROWS": 1, "BLOCK_D": 2048, "num_warps": 4}
 PHASE_1_BWD_TILE = {"BLOCK_K": 64, "num_warps": 2, "STAGES": 3}
@@ -92,7 +89,7 @@ def attn_res_obstacle(*tensors: Tensor | None) -> str | None:
     hidden_size = tensors[0].shape[-1]
     if not 0 < hidden_size <= MAX_HIDDEN_SIZE:
         return f"supports hidden sizes from 1 to {MAX_HIDDEN_SIZE}, not {hidden_size}"
-    return triton_obstacle([tensor for tensor in tensors if tensor is not None])
+    return triton_obstacle(tensors)
 
 
 def attn_res_forward(
@@ -527,10 +524,7 @@ def _backward_attn_res(ctx, grads):
     if grads[0] is None:
         return [None] * len(sources), *(None,) * 7
     grads = iter(
-        _attn_res_backward(
-            *(grads[0], sources, query, gain, bias, output_norm, scalars),
-            *(ctx.eps, ctx.factor),
-        )
+        _attn_res_backward(*(grads[0], sources, query, gain, bias, output_norm, scalars), *(ctx.eps, ctx.factor))
     )
     source_grads = [next(grads) for _ in sources]
     query_grad, gain_grad, output_norm_grad, bias_grad = _so_far_as_given(grads, query, gain, output_norm, bias)

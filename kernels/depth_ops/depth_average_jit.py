@@ -10,21 +10,15 @@ taken in one reduction. These are sums of each program, added up by a second ker
 Legend: N sources, G sources of a group, P programs, B elements of a program.
 """
 
+from .depth_jit import block_of, chosen_pointer
+
+
 # Only imported where Triton is. The block tells transformers that saved models load without it.
 try:
     import triton
     import triton.language as tl
 except ImportError:
     raise
-
-
-@triton.jit
-def _one_of(pointers, index):
-    """Element `index`, known at run time only, of a tuple of pointers."""
-    address = pointers[0].to(tl.int64)
-    for i in tl.static_range(1, len(pointers)):
-        address = tl.where(index == i, pointers[i].to(tl.int64), address)
-    return tl.multiple_of(address.to(pointers[0].dtype), 16)
 
 
 @triton.jit
@@ -35,7 +29,7 @@ def _load_group(sources, first, num_sources, offset_B, inside_B, GROUP: tl.const
     """
     values = ()
     for j in tl.static_range(GROUP):
-        source = _one_of(sources[j::GROUP], first // GROUP)
+        source = chosen_pointer(sources[j::GROUP], first // GROUP)
         values += (tl.load(source + offset_B, mask=inside_B & (first + j < num_sources), other=0.0),)
     return values
 
@@ -56,8 +50,7 @@ def _stacked(values):
 
 @triton.jit(do_not_specialize=["num_sources"])
 def depth_average_fwd_kernel(sources, weight, average, num_sources, size, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    offset_B = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside_B = offset_B < size
+    offset_B, inside_B = block_of(size, BLOCK)
     sum_B = tl.zeros([BLOCK], tl.float32)
     for first in range(0, num_sources, GROUP):
         values = _load_group(sources, first, num_sources, offset_B, inside_B, GROUP)
@@ -71,15 +64,7 @@ def depth_average_fwd_kernel(sources, weight, average, num_sources, size, GROUP:
 
 @triton.jit(do_not_specialize=["num_sources"])
 def depth_average_bwd_kernel(
-    sources,
-    grads,
-    weight,
-    average_grad,
-    weight_grad_PN,
-    num_sources,
-    size,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
+    sources, grads, weight, average_grad, weight_grad_PN, num_sources, size, GROUP: tl.constexpr, BLOCK: tl.constexpr
 ):
     VECTOR: tl.constexpr = 128 // average_grad.dtype.element_ty.primitive_bitwidth
     program = tl.program_id(0).to(tl.int64)
@@ -90,7 +75,7 @@ def depth_average_bwd_kernel(
         values = _load_group(sources, first, num_sources, offset_B, inside_B, GROUP)
         # This does not need the sources, which are still on their way.
         for j in tl.static_range(GROUP):
-            grad = _one_of(grads[j::GROUP], first // GROUP)
+            grad = chosen_pointer(grads[j::GROUP], first // GROUP)
             source_grad_B = _load_weight(weight, first + j, num_sources) * grad_B
             tl.store(grad + offset_B, source_grad_B, mask=inside_B & (first + j < num_sources))
         sums = ()

@@ -21,10 +21,7 @@ _SIZES = (4, 16, 64, MAX_SOURCES)
 
 
 if triton is not None:
-    from .depth_average_jit import (
-        depth_average_bwd_kernel,
-        depth_average_fwd_kernel,
-    )
+    from .depth_average_jit import depth_average_bwd_kernel, depth_average_fwd_kernel
 
 
 def depth_average_obstacle(sources: Sequence[Tensor], weight: Tensor) -> str | None:

@@ -26,6 +26,7 @@ H halves of a matrix: two with bf16 streams, else one, of fp32.
 """
 
 from .depth_dispatch import INTERPRETED
+from .depth_jit import block_of
 
 
 # Only imported where Triton is. The block tells transformers that saved models load without it.
@@ -105,14 +106,16 @@ def _map_logit(projected_T, alphas, logits, index: tl.constexpr, S: tl.constexpr
 
 @triton.jit
 def _sinkhorn_start(logits):
-    """The largest of the logits, and `exp` of what they are relative to it."""
+    """The largest logit, `exp` of all logits relative to it, and the matrix from which the iterations start."""
     highest_T = logits[0]
     for k in tl.static_range(1, len(logits)):
         highest_T = tl.maximum(highest_T, logits[k])
     odds = ()
+    matrix = ()
     for k in tl.static_range(len(logits)):
         odds += (tl.exp(logits[k] - highest_T),)
-    return highest_T, odds
+        matrix += (tl.maximum(odds[k], SMALLEST_SUM),)
+    return highest_T, odds, matrix
 
 
 @triton.jit
@@ -183,8 +186,7 @@ def hyper_connection_score_kernel(
 ):
     """What one stream adds to the projection, and to the sum of squares: `[S, M + 1, T]`."""
     M: tl.constexpr = S * (S + 2)
-    token_T = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    valid_T = token_T < tokens
+    token_T, valid_T = block_of(tokens, BLOCK_T)
     stream = tl.program_id(1)
     row_T1 = _row(streams, token_T, stream)
     map_M = tl.arange(0, BLOCK_M)
@@ -227,8 +229,7 @@ def hyper_connection_maps_fwd_kernel(
     mix.
     """
     M: tl.constexpr = S * (S + 2)
-    token_T = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    valid_T = token_T < tokens
+    token_T, valid_T = block_of(tokens, BLOCK_T)
     tokens = tokens.to(tl.int64)
     sums = ()
     for m in tl.static_range(M + 1):
@@ -250,10 +251,7 @@ def hyper_connection_maps_fwd_kernel(
             tl.store(post + token_T * S + (m - S), 2.0 * tl.sigmoid(logit_T), mask=valid_T)
         else:
             matrix_logits += (logit_T,)
-    _, odds = _sinkhorn_start(matrix_logits)
-    matrix = ()
-    for k in tl.static_range(S * S):
-        matrix += (tl.maximum(odds[k], SMALLEST_SUM),)
+    _, _, matrix = _sinkhorn_start(matrix_logits)
     for _ in range(iterations):
         matrix = _sinkhorn_step(matrix, None, tokens, valid_T, COLUMNS_FIRST, S)
         matrix = _sinkhorn_step(matrix, None, tokens, valid_T, not COLUMNS_FIRST, S)
@@ -263,17 +261,9 @@ def hyper_connection_maps_fwd_kernel(
 
 @triton.jit(do_not_specialize=["tokens"])
 def hyper_connection_mix_kernel(
-    streams,
-    scalars,
-    mixed,
-    tokens,
-    S: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    streams, scalars, mixed, tokens, S: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    token_T = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    valid_T = token_T < tokens
+    token_T, valid_T = block_of(tokens, BLOCK_T)
     column_1D = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
     mask_TD = valid_T[:, None] & (column_1D < D)
     mixed_TD = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
@@ -296,8 +286,7 @@ def hyper_connection_pre_grad_kernel(
     BLOCK_D: tl.constexpr,
 ):
     """The gradients of the weights of the mix, `[S, T]`."""
-    token_T = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    valid_T = token_T < tokens
+    token_T, valid_T = block_of(tokens, BLOCK_T)
     sums = ()
     for _ in tl.static_range(S):
         sums += (tl.zeros([BLOCK_T, BLOCK_D // 8], tl.float32),)
@@ -358,17 +347,13 @@ def hyper_connection_maps_bwd_kernel(
     iterations, `[iterations, 2, S, T]`.
     """
     M: tl.constexpr = S * (S + 2)
-    token_T = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    valid_T = token_T < tokens
+    token_T, valid_T = block_of(tokens, BLOCK_T)
     tokens = tokens.to(tl.int64)
     matrix_logits = ()
     for m in tl.static_range(2 * S, M):
         projected_T = tl.load(scalars + m * tokens + token_T, mask=valid_T, other=0.0)
         matrix_logits += (_map_logit(projected_T, alphas, logits, m, S),)
-    highest_T, odds = _sinkhorn_start(matrix_logits)
-    matrix = ()
-    for k in tl.static_range(S * S):
-        matrix += (tl.maximum(odds[k], SMALLEST_SUM),)
+    highest_T, odds, matrix = _sinkhorn_start(matrix_logits)
     for step in range(iterations):
         sums_T = line_sums + step * 2 * S * tokens + token_T
         matrix = _sinkhorn_step(matrix, sums_T, tokens, valid_T, COLUMNS_FIRST, S)
@@ -478,9 +463,7 @@ def hyper_connection_streams_grad_kernel(
         added_TD = tl.load(_row(added_grad, token_T, stream) + column_1D, mask=mask_TD, other=0.0)
     pre_T = tl.load(scalars + (M + 1 + stream) * tokens + token_T, mask=valid_T, other=0.0)
     weight_halves = _load_halves(
-        weights + map_M[:, None] * (S * D) + stream * D + column_1D,
-        M * S * D,
-        (map_M < M)[:, None] & (column_1D < D),
+        weights + map_M[:, None] * (S * D) + stream * D + column_1D, M * S * D, (map_M < M)[:, None] & (column_1D < D)
     )
     address_TD = mixed_grad[0] + (token_T * mixed_grad[1])[:, None] + column_1D
     mixed_grad_TD = tl.load(address_TD, mask=mask_TD, other=0.0)
@@ -627,8 +610,7 @@ def hyper_connection_write_fwd_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    token_T = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    valid_T = token_T < tokens
+    token_T, valid_T = block_of(tokens, BLOCK_T)
     column_1D = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
     mask_TD = valid_T[:, None] & (column_1D < D)
     values = ()
@@ -661,8 +643,7 @@ def hyper_connection_write_bwd_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    token_T = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    valid_T = token_T < tokens
+    token_T, valid_T = block_of(tokens, BLOCK_T)
     matrix, weights = _load_maps(residual, post, token_T, valid_T, S)
     # These are sums for the residual matrix, row by row, and then for the weights of the update.
     sums = ()

@@ -310,8 +310,5 @@ run_hyper_connection_read = DifferentiableOperation(
     lambda streams, *_: [streams],
 )
 run_hyper_connection_write = DifferentiableOperation(
-    hyper_connection_write_forward,
-    lambda streams, *_: [new_like(streams)],
-    _save_write,
-    _backward_write,
+    hyper_connection_write_forward, lambda streams, *_: [new_like(streams)], _save_write, _backward_write
 )

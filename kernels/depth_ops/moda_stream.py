@@ -339,8 +339,7 @@ def moda_attention_over_stream(
     # The layers of a model may be spread over devices.
     keys, values = ([slots.to(query.device) for slots in group] for group in (keys, values))
     return attend(
-        *(query, key, value, keys, values, depth_query, scaling),
-        *(attention_mask, is_causal, return_lse, stream.impl),
+        *(query, key, value, keys, values, depth_query, scaling), *(attention_mask, is_causal, return_lse, stream.impl)
     )
 
 

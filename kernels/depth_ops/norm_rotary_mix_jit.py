@@ -11,6 +11,9 @@ Legend: B batch, H query heads, K key-value heads, G = H / K, T tokens, D head d
 a program, C columns of a half.
 """
 
+from .depth_jit import chosen_pointer
+
+
 # Only imported where Triton is. The block tells transformers that saved models load without it.
 try:
     import triton
@@ -57,17 +60,8 @@ def _load(tensor, head_R, place, HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexp
 
 
 @triton.jit
-def _chosen(pointers, i):
-    # Triton cannot index a tuple by a number that is known at run time only.
-    address = pointers[0].to(tl.int64)
-    for j in tl.static_range(1, len(pointers)):
-        address = tl.where(i == j, pointers[j].to(tl.int64), address)
-    return tl.multiple_of(address.to(pointers[0].dtype), 16)
-
-
-@triton.jit
 def _load_source(pointers, strides, i, head_R, place, HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr):
-    tensor = (_chosen(pointers, i), strides[0], strides[1], strides[2], strides[3])
+    tensor = (chosen_pointer(pointers, i), strides[0], strides[1], strides[2], strides[3])
     return _float(_load(tensor, head_R, place, HEAD_DIM, BLOCK_HALF))
 
 
@@ -383,9 +377,9 @@ def norm_rotary_mix_bwd_kernel(
                 mean_grad = _add(mean_grad, _scale(score_grad_R[:, None], source_key))
                 key_grad_i = _scale(score_grad_R[:, None], mean)
                 value_grad_i = _scale(weight_R[:, None], grad)
-                pointer = _chosen(source_key_grads, i)
+                pointer = chosen_pointer(source_key_grads, i)
                 _store(pointer, key_grad_i, head_R, KV_HEADS, place, HEAD_DIM, BLOCK_HALF)
-                pointer = _chosen(source_value_grads, i)
+                pointer = chosen_pointer(source_value_grads, i)
                 _store(pointer, value_grad_i, head_R, KV_HEADS, place, HEAD_DIM, BLOCK_HALF)
         mean_grad = _scale(scaling / GROUP, mean_grad)
 

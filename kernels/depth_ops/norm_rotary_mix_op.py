@@ -94,13 +94,7 @@ def norm_rotary_mix(
         obstacle = "gives cos and sin no gradient"
     if route(impl, "norm_rotary_mix", obstacle) is Route.KERNEL:
         outputs = run_norm_rotary_mix(
-            query,
-            keys,
-            values if source_keys else [],
-            *constants,
-            scaling,
-            eps,
-            key_norm_position == "before_rope",
+            query, keys, values if source_keys else [], *constants, scaling, eps, key_norm_position == "before_rope"
         )
         if all(constant is None for constant in constants):
             outputs = [query, key, *outputs]

@@ -15,10 +15,7 @@ from .typed_operations import DifferentiableOperation, Operation
 
 
 if triton is not None:
-    from .norm_rotary_mix_jit import (
-        norm_rotary_mix_bwd_kernel,
-        norm_rotary_mix_fwd_kernel,
-    )
+    from .norm_rotary_mix_jit import norm_rotary_mix_bwd_kernel, norm_rotary_mix_fwd_kernel
 
 MAX_HEAD_DIM = 256
 FEW_SOURCES = 4
@@ -39,7 +36,7 @@ def norm_rotary_mix_obstacle(query: Tensor, keys: Sequence[Tensor], values: Sequ
         return f"supports up to {MANY_SOURCES[-1]} sources, not {sources}"
     if sources > FEW_SOURCES and any(len({t.dtype for t in tensors[:-1]}) > 1 for tensors in (keys, values)):
         return f"needs keys and values each of one dtype if they are of more than {FEW_SOURCES} sources"
-    return triton_obstacle((query, *keys, *values, *(tensor for tensor in others if tensor is not None)))
+    return triton_obstacle((query, *keys, *values, *others))
 
 
 def norm_rotary_mix_forward(
@@ -66,14 +63,7 @@ def norm_rotary_mix_forward(
     if programs:
         with device_of(query):
             norm_rotary_mix_fwd_kernel[(programs,)](
-                strided(query),
-                strided(keys[-1]),
-                strided(values[-1] if values else None),
-                *_source_arguments(keys[:-1], values[:-1]),
-                strided(query_norm),
-                strided(key_norm),
-                _table_argument(cos),
-                _table_argument(sin),
+                *_input_arguments(query, keys, values, query_norm, key_norm, cos, sin),
                 *finished,
                 mixed,
                 query.shape[2],
@@ -113,14 +103,7 @@ def norm_rotary_mix_backward(
         with device_of(query):
             norm_rotary_mix_bwd_kernel[(programs,)](
                 *map(strided, (*finished_grads, mixed_grad)),
-                strided(query),
-                strided(keys[-1]),
-                strided(values[-1] if values else None),
-                *_source_arguments(keys[:-1], values[:-1]),
-                strided(query_norm),
-                strided(key_norm),
-                _table_argument(cos),
-                _table_argument(sin),
+                *_input_arguments(query, keys, values, query_norm, key_norm, cos, sin),
                 query_grad,
                 key_grads[-1],
                 value_grads[-1] if values else None,
@@ -134,6 +117,12 @@ def norm_rotary_mix_backward(
                 **constants,
             )
     return [*input_grads, norm_grads.sum(0)] if has_norms else input_grads
+
+
+def _input_arguments(query, keys, values, query_norm, key_norm, cos, sin) -> tuple:
+    own = map(strided, (query, keys[-1], values[-1] if values else None))
+    norms_and_tables = (strided(query_norm), strided(key_norm), _table_argument(cos), _table_argument(sin))
+    return *own, *_source_arguments(keys[:-1], values[:-1]), *norms_and_tables
 
 
 def _source_arguments(keys: Sequence[Tensor], values: Sequence[Tensor]) -> tuple:

@@ -18,9 +18,7 @@ TILE = {"BLOCK_E": 2, "BLOCK_B": 512, "num_warps": 2}
 
 
 if triton is not None:
-    from .shared_input_linear_jit import (
-        shared_input_linear_kernel,
-    )
+    from .shared_input_linear_jit import shared_input_linear_kernel
 
 
 def shared_input_linear_obstacle(hidden_states: Tensor, weights: Sequence[Tensor]) -> str | None:

@@ -21,9 +21,12 @@ def _is_plain(tensors: Sequence[Tensor]) -> bool:
     return not is_recorded() and all(type(x) in PLAIN_TENSORS for x in tensors)
 
 
+def _flat(inputs: Sequence) -> list:
+    return [x for entry in inputs for x in (entry if isinstance(entry, list) else [entry])]
+
+
 def _tensors(inputs: Sequence) -> list[Tensor]:
-    flat = [x for entry in inputs for x in (entry if isinstance(entry, list) else [entry])]
-    return [x for x in flat if isinstance(x, Tensor)]
+    return [x for x in _flat(inputs) if isinstance(x, Tensor)]
 
 
 def _needs_grad(tensors: Sequence[Tensor]) -> bool:
@@ -113,8 +116,7 @@ class DifferentiableOperation(Operation):
             # A typed operation may not return its inputs, so they are handed on here.
             return [*super().__call__(*inputs, training), *self.handed_on(*inputs)]
         lengths = tuple(len(x) if isinstance(x, list) else None for x in inputs)
-        flat = [x for entry in inputs for x in (entry if isinstance(entry, list) else [entry])]
-        return list(_PlainFunction.apply(self, lengths, *flat))
+        return list(_PlainFunction.apply(self, lengths, *_flat(inputs)))
 
 
 class _PlainFunction(torch.autograd.Function):
@@ -132,4 +134,4 @@ class _PlainFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         grads = ctx.operation.backward(ctx, grads)[:-1]
-        return None, None, *(grad for entry in grads for grad in (entry if isinstance(entry, list) else [entry]))
+        return None, None, *_flat(grads)
