@@ -116,8 +116,9 @@ def triton_obstacle(tensors: Iterable[Tensor | None]) -> str | None:
     return None
 
 
-def plain_tensor_obstacle(tensors: Iterable[Tensor]) -> str | None:
+def plain_tensor_obstacle(tensors: Iterable[Tensor | None]) -> str | None:
     """Why no operation with a backward of its own can work on these tensors, whether kernels run in it or not."""
+    tensors = [tensor for tensor in tensors if tensor is not None]
     if not torch.compiler.is_compiling():
         if is_transformed():
             return "does not work under transforms of torch.func or forward-mode differentiation"

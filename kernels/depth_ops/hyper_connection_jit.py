@@ -111,9 +111,10 @@ def _sinkhorn_start(logits):
     for k in tl.static_range(1, len(logits)):
         highest_T = tl.maximum(highest_T, logits[k])
     odds = ()
-    matrix = ()
     for k in tl.static_range(len(logits)):
         odds += (tl.exp(logits[k] - highest_T),)
+    matrix = ()
+    for k in tl.static_range(len(logits)):
         matrix += (tl.maximum(odds[k], SMALLEST_SUM),)
     return highest_T, odds, matrix
 

@@ -68,7 +68,7 @@ def moda_attention_backward(
     keys, values = _joined(depth_keys), _joined(depth_values)
     slot_grads = [] if keys is None else [new_like(keys), new_like(values)]
     query_grads = joint_backward(
-        *(output_grad, query, key, value, keys, values, depth_query, attention_mask, output, log_sum_exp),
+        *(output_grad, (query, key, value, keys, values, depth_query, attention_mask), output, log_sum_exp),
         *(scaling, is_causal, implementation, slot_grads, None if keys is None else keys.shape[0]),
     )
     return [*query_grads[:3], *slot_grads, *query_grads[3:]]
@@ -76,13 +76,7 @@ def moda_attention_backward(
 
 def joint_backward(
     output_grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    keys: Tensor | None,
-    values: Tensor | None,
-    depth_query: Tensor | None,
-    attention_mask: Tensor | None,
+    inputs: tuple[Tensor | None, ...],
     output: Tensor,
     log_sum_exp: Tensor,
     scaling: float,
@@ -92,9 +86,11 @@ def joint_backward(
     fresh: int | None,
 ) -> list[Tensor]:
     """
-    Returns the gradients of query, key, value and, if given, depth query. Those of the slots are stored into the first
-    `fresh` of `slot_grads`, keys' and values', and added to the others.
+    Returns the gradients of query, key, value and, if given, depth query, which are `inputs` with the slots' keys and
+    values and the mask. Those of the slots are stored into the first `fresh` of `slot_grads`, keys' and values', and
+    added to the others.
     """
+    query, key, value, keys, values, depth_query, attention_mask = inputs
     with without_autocast(query):
         query_grad, key_grad, value_grad = map(
             in_token_order,

@@ -12,6 +12,7 @@ from .depth_precision import autocast_dtype
 from .moda_attention_joint import run_moda_attention
 from .moda_attention_reference import moda_attention_reference, moda_attention_weights_reference
 from .moda_attention_triton import decodes, moda_attention_obstacle
+from .typed_operations import needs_grad
 
 
 def moda_attention(
@@ -153,10 +154,7 @@ def attend(
     )
     scaling = default_scaling(query, scaling)
     inputs = (query, key, value, depth_keys, depth_values, depth_query, attention_mask)
-    trained = torch.is_grad_enabled() and any(
-        tensor.requires_grad for x in inputs for tensor in (x if isinstance(x, list) else [x]) if tensor is not None
-    )
-    implementation = choose(*inputs, trained, impl)
+    implementation = choose(inputs, needs_grad(inputs), impl)
     if implementation == "reference":
         empty = query.new_empty((0, query.shape[0], query.shape[2], key.shape[1], query.shape[3]))
         output, log_sum_exp = moda_attention_reference(
@@ -172,24 +170,16 @@ def attend(
     return (output, log_sum_exp) if return_lse else output
 
 
-def choose(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    depth_keys: Sequence[Tensor],
-    depth_values: Sequence[Tensor],
-    depth_query: Tensor | None,
-    attention_mask: Tensor | None,
-    trained: bool,
-    impl: str,
-) -> str:
+def choose(inputs: tuple, trained: bool, impl: str) -> str:
     """
-    "triton" or "torch" works on the slots, and one of PyTorch's kernels on the sequence; "decode" is a kernel that
-    does both, if nothing is `trained`; "reference" is the pure PyTorch of both.
+    Who works on query, key, value, depth keys, depth values, depth query and mask. "triton" or "torch" works on the
+    slots, and one of PyTorch's kernels on the sequence; "decode" is a kernel that does both, if nothing is `trained`;
+    "reference" is the pure PyTorch of both.
     """
-    tensors = [query, key, value, *depth_keys, *depth_values, *(() if depth_query is None else (depth_query,))]
-    obstacle = plain_tensor_obstacle(tensors if attention_mask is None else [*tensors, attention_mask])
-    if attention_mask is not None and attention_mask.requires_grad and torch.is_grad_enabled():
+    query, key, value, depth_keys, depth_values, depth_query, attention_mask = inputs
+    tensors = [query, key, value, *depth_keys, *depth_values, depth_query]
+    obstacle = plain_tensor_obstacle([*tensors, attention_mask])
+    if needs_grad([attention_mask]):
         obstacle = "gives attention_mask no gradient"
     elif obstacle is None and query.device.type not in ("cpu", "cuda"):
         obstacle = f"needs a GPU, and the tensors are on {query.device}"

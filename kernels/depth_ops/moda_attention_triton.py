@@ -24,7 +24,7 @@ MAX_HEAD_DIM = 256
 MAX_GROUP = 128
 
 
-def moda_attention_obstacle(query: Tensor, key: Tensor, *others: Tensor) -> str | None:
+def moda_attention_obstacle(query: Tensor, key: Tensor, *others: Tensor | None) -> str | None:
     """Why the kernels cannot work on these tensors, as the end of a sentence about the kernel; None if they can."""
     heads, tokens, head_dim = query.shape[1:]
     if head_dim > MAX_HEAD_DIM:

@@ -23,7 +23,7 @@ from .depth_precision import autocast_dtype
 from .moda_attention_joint import joint_backward, moda_attention_forward, run_moda_attention
 from .moda_attention_op import attend, check_attention, choose
 from .moda_attention_triton import slot_obstacle
-from .typed_operations import is_recorded, without_derivative
+from .typed_operations import is_recorded, needs_grad, without_derivative
 
 
 class DepthStream:
@@ -139,7 +139,7 @@ class DepthStream:
             return handle
         if self._slots is None:
             return (*handle, key, value)
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (key, value, *handle)):
+        if needs_grad((key, value, *handle)):
             return (_Write.apply(self, index, key, value, *handle),)
         self._store(index, key, value)
         return handle or (key.new_zeros(1, dtype=torch.float32),)
@@ -270,7 +270,7 @@ class _Read(torch.autograd.Function):
             totals, fresh = stream._grads_of(*ctx.span)
             here = totals if keys.device == totals[0].device else [torch.zeros_like(x) for x in (keys, values)]
             query_grads = joint_backward(
-                *(output_grad, query, key, value, keys, values, depth_query, attention_mask, output, log_sum_exp),
+                *(output_grad, (query, key, value, keys, values, depth_query, attention_mask), output, log_sum_exp),
                 *(*ctx.constants, here, fresh),
             )
             if here is not totals:
@@ -279,7 +279,7 @@ class _Read(torch.autograd.Function):
                     total[fresh:] += grad[fresh:].to(total)
             return [*query_grads, *(grad for grad in handle_grads if grad is not None)]
 
-        inputs = [output_grad, query, key, value, *([] if depth_query is None else [depth_query]), *handle]
+        inputs = [output_grad, query, key, value, depth_query, *handle]
         query_grad, key_grad, value_grad, *others = without_derivative(grads, inputs)
         depth_query_grad = None if depth_query is None else others.pop(0)
         return None, None, None, query_grad, key_grad, value_grad, depth_query_grad, None, *(others or handle_grads)
@@ -363,10 +363,8 @@ def _attend_to_shared(
         query, key, value, [keys], [values], depth_query, attention_mask, is_causal
     )
     inputs = [query, key, value, keys, values, depth_query, attention_mask]
-    trained = torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in (query, key, value, depth_query, *handle)
-    )
-    implementation = choose(*inputs, trained, stream.impl)
+    trained = needs_grad((query, key, value, depth_query, *handle))
+    implementation = choose(inputs, trained, stream.impl)
     if implementation == "reference":
         raise RuntimeError(
             "The slots of this stream are shared by kernels, which do not support a mask with a gradient, other "

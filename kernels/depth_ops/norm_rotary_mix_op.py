@@ -3,13 +3,13 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from .depth_checks import check_depth_entries, default_scaling
 from .depth_dispatch import Route, route
 from .norm_rotary_mix_reference import norm_rotary_mix_reference
 from .norm_rotary_mix_triton import norm_rotary_mix_obstacle, run_norm_rotary_mix
+from .typed_operations import needs_grad
 
 
 KEY_NORM_POSITIONS = ("before_rope", "after_rope")
@@ -90,7 +90,7 @@ def norm_rotary_mix(
     scaling = default_scaling(query, scaling)
     constants = (query_norm_weight, key_norm_weight, cos, sin)
     obstacle = norm_rotary_mix_obstacle(query, keys, values, *constants)
-    if torch.is_grad_enabled() and cos is not None and (cos.requires_grad or sin.requires_grad):
+    if needs_grad((cos, sin)):
         obstacle = "gives cos and sin no gradient"
     if route(impl, "norm_rotary_mix", obstacle) is Route.KERNEL:
         outputs = run_norm_rotary_mix(

@@ -3,12 +3,11 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from .depth_dispatch import triton, triton_obstacle
 from .depth_launch import device_of, divide_up
-from .typed_operations import Operation
+from .typed_operations import Operation, needs_grad
 
 
 # Rows of up to so many columns have a tile of their own.
@@ -26,7 +25,7 @@ def shared_input_linear_obstacle(hidden_states: Tensor, weights: Sequence[Tensor
     tensors = (hidden_states, *weights)
     if hidden_states.numel() != hidden_states.shape[-1]:
         return f"works on one row of hidden states, not on shape {list(hidden_states.shape)}"
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    if needs_grad(tensors):
         return "has no gradient"
     return triton_obstacle(tensors)
 

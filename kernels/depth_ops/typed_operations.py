@@ -29,8 +29,9 @@ def _tensors(inputs: Sequence) -> list[Tensor]:
     return [x for x in _flat(inputs) if isinstance(x, Tensor)]
 
 
-def _needs_grad(tensors: Sequence[Tensor]) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+def needs_grad(inputs: Sequence) -> bool:
+    """Whether autograd records what is computed from these tensors and lists of tensors, beside other arguments."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _tensors(inputs))
 
 
 def _refuse_to_differentiate(ctx, *grads):
@@ -49,13 +50,13 @@ class _WithoutDerivative(torch.autograd.Function):
     backward = staticmethod(_refuse_to_differentiate)
 
 
-def without_derivative(function: Callable[[], Sequence[Tensor]], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+def without_derivative(function: Callable[[], Sequence[Tensor]], tensors: Sequence) -> Sequence[Tensor]:
     """
     What `function` computes from these tensors. Where gradients are recorded, as in a backward with `create_graph`,
     the results stay connected to the tensors, and to differentiate them is an error. Results that are not connected
     would count as constants, and second derivatives would silently be other numbers.
     """
-    return _WithoutDerivative.apply(function, *tensors) if _needs_grad(tensors) else function()
+    return _WithoutDerivative.apply(function, *tensors) if needs_grad(tensors) else function()
 
 
 class Operation:
@@ -110,9 +111,8 @@ class DifferentiableOperation(Operation):
         self.typed.register_autograd(backward, setup_context=save)
 
     def __call__(self, *inputs) -> list[Tensor]:
-        tensors = _tensors(inputs)
-        training = _needs_grad(tensors)
-        if not (training and _is_plain(tensors)):
+        training = needs_grad(inputs)
+        if not (training and _is_plain(_tensors(inputs))):
             # A typed operation may not return its inputs, so they are handed on here.
             return [*super().__call__(*inputs, training), *self.handed_on(*inputs)]
         lengths = tuple(len(x) if isinstance(x, list) else None for x in inputs)
