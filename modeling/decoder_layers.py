@@ -19,9 +19,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import eager_attention_forward
 
-from depthmix.kernels.depth_implementations import left_to_compiler, triton_obstacle, use_triton
-from depthmix.kernels.depth_value_mix import depth_value_mix
-from depthmix.kernels.norm_rotary_mix import norm_rotary_mix
+from depthmix.kernels.depth_dispatch import left_to_compiler, triton_obstacle, use_triton
+from depthmix.kernels.depth_value_mix_op import depth_value_mix
+from depthmix.kernels.norm_rotary_mix_op import norm_rotary_mix
 
 from .lent_weights import DepthMLP, DepthRMSNorm, apply_linears, apply_mlp, apply_norm, runs_plainly
 from .transformers_versions import accepts_both_cache_names, cache_update_keywords
@@ -125,9 +125,7 @@ class DecoderAttention(nn.Module):
         rotated, and with source layers the value mixed with theirs (Depth-Attention). Where kernels are wanted and can
         work it is one operation.
         """
-        query, key, value = (
-            flat.view(*flat.shape[:-1], -1, self.head_dim) for flat in self.bound(query, key, value)
-        )
+        query, key, value = (flat.view(*flat.shape[:-1], -1, self.head_dim) for flat in self.bound(query, key, value))
         value = value.transpose(1, 2)
         norms = (self.q_norm, self.k_norm) if self.qk_norm == "head" else ()
         if (

@@ -33,7 +33,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from depthmix.configuration.depth_backbones import Backbone, ConfigurationClasses
 
-from .decoder_layers import DecoderAttention, DecoderLayer
+from .decoder_layers import DecoderLayer
 from .lent_weights import DepthRMSNorm, apply_norm
 from .transformers_versions import HOST_CACHE_NAME, accepts_both_cache_names, slice_logits_to_keep
 

@@ -13,14 +13,14 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from depthmix.kernels.depth_implementations import (
+from depthmix.kernels.depth_dispatch import (
     PLAIN_TENSORS,
-    autocast_dtype,
     in_compiled_decoding,
     triton_obstacle,
     use_triton,
 )
-from depthmix.kernels.shared_input_linear import shared_input_linear
+from depthmix.kernels.depth_precision import autocast_dtype
+from depthmix.kernels.shared_input_linear_op import shared_input_linear
 
 
 class DepthRMSNorm(nn.Module):

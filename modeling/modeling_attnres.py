@@ -20,11 +20,11 @@ from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 
 from depthmix.configuration.configuration_attnres import CONFIGURATIONS
-from depthmix.kernels.attn_res import attn_res, attn_res_phase_1, attn_res_phase_2, attn_res_weights
-from depthmix.kernels.depth_implementations import check_implementation
+from depthmix.kernels.attn_res_op import attn_res, attn_res_phase_1, attn_res_phase_2, attn_res_weights
+from depthmix.kernels.depth_dispatch import check_implementation
 
 from .decoder_layers import DecoderLayer
-from .depth_decoder import DepthDecoderModel, DepthPreTrainedModel, Ledger, ModelClasses, foreign_layer
+from .depth_decoder import DepthDecoderModel, DepthPreTrainedModel, Ledger, ModelClasses
 from .lent_weights import has_hooks, is_bare, runs_plainly
 from .transformers_versions import accepts_both_cache_names
 

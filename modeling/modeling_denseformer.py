@@ -14,8 +14,8 @@ from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 
 from depthmix.configuration.configuration_denseformer import CONFIGURATIONS
-from depthmix.kernels.depth_average import depth_average
-from depthmix.kernels.depth_implementations import check_implementation
+from depthmix.kernels.depth_average_op import depth_average
+from depthmix.kernels.depth_dispatch import check_implementation
 
 from .decoder_layers import DecoderLayer
 from .depth_decoder import DepthDecoderModel, DepthPreTrainedModel, Ledger, ModelClasses

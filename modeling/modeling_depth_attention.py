@@ -14,8 +14,8 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils.output_capturing import OutputRecorder
 
 from depthmix.configuration.configuration_depth_attention import CONFIGURATIONS
-from depthmix.kernels.depth_implementations import check_implementation
-from depthmix.kernels.depth_value_mix import depth_value_weights
+from depthmix.kernels.depth_dispatch import check_implementation
+from depthmix.kernels.depth_value_mix_op import depth_value_weights
 
 from .decoder_layers import DecoderAttention, DecoderLayer
 from .depth_decoder import DepthDecoderModel, Ledger, ModelClasses

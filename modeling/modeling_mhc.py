@@ -15,8 +15,8 @@ from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 
 from depthmix.configuration.configuration_mhc import CONFIGURATIONS
-from depthmix.kernels.depth_implementations import check_implementation
-from depthmix.kernels.hyper_connection import hyper_connection_read, hyper_connection_write, stream_readout
+from depthmix.kernels.depth_dispatch import check_implementation
+from depthmix.kernels.hyper_connection_op import hyper_connection_read, hyper_connection_write, stream_readout
 
 from .decoder_layers import DecoderLayer
 from .depth_decoder import DepthDecoderModel, DepthPreTrainedModel, Ledger, ModelClasses

@@ -23,9 +23,9 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.olmo2.modeling_olmo2 import repeat_kv
 
 from depthmix.configuration.configuration_moda import CONFIGURATIONS
-from depthmix.kernels.depth_implementations import check_implementation, left_to_compiler, triton_obstacle, use_triton
-from depthmix.kernels.depth_stream import DepthStream, moda_attention_over_stream
-from depthmix.kernels.norm_rotary_mix import norm_rotary_mix
+from depthmix.kernels.depth_dispatch import check_implementation, left_to_compiler, triton_obstacle, use_triton
+from depthmix.kernels.moda_stream import DepthStream, moda_attention_over_stream
+from depthmix.kernels.norm_rotary_mix_op import norm_rotary_mix
 
 from .decoder_layers import DecoderAttention, DecoderLayer, rotate
 from .depth_decoder import DepthDecoderModel, DepthPreTrainedModel, Ledger, ModelClasses

@@ -39,7 +39,7 @@ from depthmix import (
     MoDAOlmo2ForCausalLM,
     MoDAOlmo2ForSequenceClassification,
 )
-from depthmix.kernels import depth_implementations
+from depthmix.kernels import depth_dispatch
 
 
 # lets tests import what lies in this folder
@@ -195,9 +195,9 @@ def pytest_addoption(parser):
 
 
 def pytest_runtest_setup(item):
-    if item.get_closest_marker("triton") and depth_implementations.triton is None:
+    if item.get_closest_marker("triton") and depth_dispatch.triton is None:
         pytest.skip("needs Triton")
-    if item.get_closest_marker("interpreter") and not depth_implementations.INTERPRETED:
+    if item.get_closest_marker("interpreter") and not depth_dispatch.INTERPRETED:
         pytest.skip("needs Triton's interpreter")
 
 

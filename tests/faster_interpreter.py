@@ -10,12 +10,12 @@ took half the time of the interpreted tests, and always with the same result.
 import functools
 import inspect
 
-from depthmix.kernels import depth_implementations
+from depthmix.kernels import depth_dispatch
 
 
 def do_repeated_work_once() -> None:
     """To be called before the first launch, while no member of `triton.language` is replaced yet."""
-    if not depth_implementations.INTERPRETED:
+    if not depth_dispatch.INTERPRETED:
         return
     from triton.language.core import is_builtin
     from triton.runtime import interpreter

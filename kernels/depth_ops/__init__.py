@@ -1,14 +1,14 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """Operations that mix along the depth of a model. They need torch alone, and are faster with Triton."""
 
-from .attn_res import attn_res, attn_res_phase_1, attn_res_phase_2, attn_res_weights
-from .depth_average import depth_average
-from .depth_stream import DepthStream, moda_attention_over_stream
-from .depth_value_mix import depth_value_mix, depth_value_weights
-from .hyper_connection import hyper_connection_read, hyper_connection_write, stream_readout
-from .moda_attention import moda_attention, moda_attention_weights
-from .norm_rotary_mix import norm_rotary_mix
-from .shared_input_linear import shared_input_linear
+from .attn_res_op import attn_res, attn_res_phase_1, attn_res_phase_2, attn_res_weights
+from .depth_average_op import depth_average
+from .depth_value_mix_op import depth_value_mix, depth_value_weights
+from .hyper_connection_op import hyper_connection_read, hyper_connection_write, stream_readout
+from .moda_attention_op import moda_attention, moda_attention_weights
+from .moda_stream import DepthStream, moda_attention_over_stream
+from .norm_rotary_mix_op import norm_rotary_mix
+from .shared_input_linear_op import shared_input_linear
 
 
 __all__ = [
@@ -29,3 +29,7 @@ __all__ = [
     "shared_input_linear",
     "stream_readout",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -6,31 +6,27 @@ Legend: X any leading dimensions, D hidden size, N sources (the running sum of a
 """
 
 from collections.abc import Sequence
-from functools import reduce
 
 import torch
 from torch import Tensor
 
-
-def mix_dtype(*tensors: Tensor) -> torch.dtype:
-    """The activation dtype: what the sum of the tensors would have."""
-    return reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+from .depth_precision import accumulation_dtype, mix_dtype
 
 
 def _rms_norm(x_XD: Tensor, eps: float) -> Tensor:
-    """Without a gain, in fp32 (fp64 for fp64)."""
-    x_XD = x_XD.to(torch.promote_types(x_XD.dtype, torch.float32))
+    """The RMS norm without a gain, in fp32 (fp64 for fp64)."""
+    x_XD = x_XD.to(accumulation_dtype(x_XD))
     return x_XD * torch.rsqrt(x_XD.square().mean(-1, keepdim=True) + eps)
 
 
 def _logits(
     sources: Sequence[Tensor], pseudo_query: Tensor, norm_weight: Tensor | None, *, eps: float, bias: Tensor | None
 ) -> Tensor:
-    dtype = torch.promote_types(mix_dtype(*sources), torch.float32)
+    dtype = accumulation_dtype(*sources)
     query_D = pseudo_query.to(dtype)
     if norm_weight is not None:
         query_D = query_D * norm_weight.to(dtype)
-    # products and sums instead of a matrix product: autocast leaves these in fp32
+    # Autocast would round the inputs of a matrix product. It leaves products and sums in fp32.
     logits = [(_rms_norm(source_XD.to(dtype), eps) * query_D).sum(-1) for source_XD in sources]
     if bias is not None:
         logits[-1] = logits[-1] + bias.to(dtype).reshape(())
@@ -76,11 +72,7 @@ def attn_res_reference(
 
 
 def attn_res_phase_1_reference(
-    sources: Sequence[Tensor],
-    pseudo_queries: Sequence[Tensor],
-    norm_weights: Sequence[Tensor] | None,
-    *,
-    eps: float,
+    sources: Sequence[Tensor], pseudo_queries: Sequence[Tensor], norm_weights: Sequence[Tensor] | None, *, eps: float
 ) -> tuple[list[Tensor], list[Tensor]]:
     """For each site the mix of the finished blocks, `[X, D]`, and its log-sum-exp, `[X]`. See `attn_res_phase_1`."""
     outputs, log_sum_exps = [], []
@@ -108,7 +100,7 @@ def attn_res_phase_2_reference(
 ) -> Tensor:
     """Merges the running sum `partial` into phase 1's `output`, `[X, D]`. See `attn_res_phase_2`."""
     logit_X1 = _logits([partial], pseudo_query, norm_weight, eps=eps, bias=bias)
-    # of two sources, one of which stands for all finished blocks
+    # This is a softmax over two sources, one of which stands for all finished blocks.
     weight_X1 = torch.sigmoid(logit_X1 - log_sum_exp.unsqueeze(-1))
     mixed_XD = (1 - weight_X1) * output.to(weight_X1.dtype) + weight_X1 * partial.to(weight_X1.dtype)
     return _finish(mixed_XD, factor, output_norm_weight, eps, mix_dtype(output, partial))

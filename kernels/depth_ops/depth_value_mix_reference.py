@@ -10,17 +10,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp32 for everything that is not wider."""
-    return torch.promote_types(dtype, torch.float32)
+from .depth_precision import accumulation_dtype
 
 
 def depth_value_weights_reference(query: Tensor, keys: Sequence[Tensor], *, scaling: float) -> Tensor:
     """Softmax over depth, `[B, K, T, N]`, in the accumulation dtype. See `depth_value_weights`."""
-    dtype = accumulation_dtype(query.dtype)
+    dtype = accumulation_dtype(query)
     query_BKTD = query.unflatten(1, (keys[-1].shape[1], -1)).to(dtype).mean(2)
-    # products and sums instead of a matrix product: autocast leaves these in fp32
+    # Autocast would round the inputs of a matrix product. It leaves products and sums in fp32.
     scores_BKTN = torch.cat([(query_BKTD * key.to(dtype)).sum(-1, keepdim=True) for key in keys], dim=-1) * scaling
     return scores_BKTN.softmax(-1)
 
@@ -30,7 +27,7 @@ def depth_value_mix_reference(
 ) -> Tensor:
     """Values averaged over depth with these weights, `[B, K, T, D]`. See `depth_value_mix`."""
     weights_BKTN = depth_value_weights_reference(query, keys, scaling=scaling)
-    # slices, not unbind: Inductor (torch 2.11, CUDA) compiles the backward of unbind to wrong gradients
+    # These are slices, since Inductor (torch 2.11, CUDA) compiles the backward of unbind to wrong gradients.
     mixed_BKTD = sum(
         weights_BKTN[..., entry : entry + 1] * value.to(weights_BKTN.dtype) for entry, value in enumerate(values)
     )

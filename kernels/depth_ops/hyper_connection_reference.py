@@ -9,7 +9,7 @@ Legend: X any leading dimensions, S residual streams, D hidden size, M = S * (S 
 import torch
 from torch import Tensor
 
-from .depth_implementations import without_autocast
+from .depth_precision import accumulation_dtype, without_autocast
 
 
 SINKHORN_ORDERS = {"columns_first": (-2, -1), "rows_first": (-1, -2)}
@@ -35,7 +35,7 @@ def hyper_connection_read_reference(
     order: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What a sub-layer reads, `[X, D]`, and how its output is written. See `hyper_connection_read`."""
-    dtype = torch.promote_types(streams.dtype, torch.float32)
+    dtype = accumulation_dtype(streams)
     num_streams = streams.shape[-2]
     with without_autocast(streams):
         streams_XSD = streams.to(dtype)
@@ -63,6 +63,6 @@ def hyper_connection_write_reference(streams: Tensor, update: Tensor, residual: 
 
 def stream_readout_reference(streams: Tensor, logits: Tensor) -> Tensor:
     """The average of the streams with these weights, `[X, D]`. See `stream_readout`."""
-    dtype = torch.promote_types(streams.dtype, torch.float32)
+    dtype = accumulation_dtype(streams)
     shares_S1 = logits.to(dtype).softmax(-1).unsqueeze(-1)
     return (shares_S1 * streams.to(dtype)).sum(-2).to(streams.dtype)

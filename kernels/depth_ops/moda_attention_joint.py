@@ -14,11 +14,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .depth_implementations import without_autocast
-from .depth_value_mix_reference import accumulation_dtype
+from .depth_launch import new_heads_like, new_like
+from .depth_precision import accumulation_dtype, without_autocast
 from .moda_attention_triton import decode_forward, depth_merge_backward, depth_merge_forward
-from .sequence_attention import in_token_order, sequence_attention_backward, sequence_attention_forward
-from .typed_operations import DifferentiableOperation, Operation, new_like
+from .moda_sequence_attention import in_token_order, sequence_attention_backward, sequence_attention_forward
+from .typed_operations import DifferentiableOperation, Operation
 
 
 def moda_attention_forward(
@@ -68,7 +68,7 @@ def moda_attention_backward(
     keys, values = _joined(depth_keys), _joined(depth_values)
     slot_grads = [] if keys is None else [new_like(keys), new_like(values)]
     query_grads = joint_backward(
-        *(output_grad, query, key, value, keys, values, depth_query, attention_mask, output, log_sum_exp),
+        *(output_grad, (query, key, value, keys, values, depth_query, attention_mask), output, log_sum_exp),
         *(scaling, is_causal, implementation, slot_grads, None if keys is None else keys.shape[0]),
     )
     return [*query_grads[:3], *slot_grads, *query_grads[3:]]
@@ -76,13 +76,7 @@ def moda_attention_backward(
 
 def joint_backward(
     output_grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    keys: Tensor | None,
-    values: Tensor | None,
-    depth_query: Tensor | None,
-    attention_mask: Tensor | None,
+    inputs: tuple[Tensor | None, ...],
     output: Tensor,
     log_sum_exp: Tensor,
     scaling: float,
@@ -92,9 +86,11 @@ def joint_backward(
     fresh: int | None,
 ) -> list[Tensor]:
     """
-    Returns the gradients of query, key, value and, if given, depth query. Those of the slots are stored into the first
-    `fresh` of `slot_grads`, keys' and values', and added to the others.
+    Returns the gradients of query, key, value and, if given, depth query, which are `inputs` with the slots' keys and
+    values and the mask. Those of the slots are stored into the first `fresh` of `slot_grads`, keys' and values', and
+    added to the others.
     """
+    query, key, value, keys, values, depth_query, attention_mask = inputs
     with without_autocast(query):
         query_grad, key_grad, value_grad = map(
             in_token_order,
@@ -144,7 +140,7 @@ def _depth_merge_backward(
     fresh: int,
 ) -> None:
     """`depth_merge_backward` without Triton."""
-    kv_heads, dtype = keys.shape[3], accumulation_dtype(query.dtype)
+    kv_heads, dtype = keys.shape[3], accumulation_dtype(query)
     query_BKGTD, grad_BKGTD, output_BKGTD = (
         x.to(dtype).unflatten(1, (kv_heads, -1)) for x in (query, output_grad, output)
     )
@@ -164,7 +160,7 @@ def _depth_merge_backward(
 
 
 def _depth_scores(query: Tensor, keys: Tensor, scaling: float) -> Tensor:
-    query_BKGTD = query.to(accumulation_dtype(query.dtype)).unflatten(1, (keys.shape[3], -1))
+    query_BKGTD = query.to(accumulation_dtype(query)).unflatten(1, (keys.shape[3], -1))
     return torch.einsum("bkgtd,nbtkd->bkgtn", query_BKGTD, keys.to(query_BKGTD.dtype)).flatten(1, 2) * scaling
 
 
@@ -174,13 +170,8 @@ def _joined(slots: Sequence[Tensor]) -> Tensor | None:
     return torch.cat(list(slots))
 
 
-def _new_rows(tensor: Tensor) -> Tensor:
-    batch, heads, tokens, head_dim = tensor.shape
-    return tensor.new_empty((batch, tokens, heads, head_dim)).transpose(1, 2)
-
-
 def _new_outputs(query: Tensor) -> list[Tensor]:
-    return [_new_rows(query), query.new_empty(query.shape[:3], dtype=accumulation_dtype(query.dtype))]
+    return [new_heads_like(query), query.new_empty(query.shape[:3], dtype=accumulation_dtype(query))]
 
 
 def _new_grads(output_grad, query, key, value, depth_keys, depth_values, depth_query, *_) -> list[Tensor]:
@@ -189,8 +180,8 @@ def _new_grads(output_grad, query, key, value, depth_keys, depth_values, depth_q
         for tensors in (depth_keys, depth_values)
         if tensors
     ]
-    depth_query_grads = [] if depth_query is None else [_new_rows(query)]
-    return [*map(_new_rows, (query, key, value)), *slots, *depth_query_grads]
+    depth_query_grads = [] if depth_query is None else [new_heads_like(query)]
+    return [*map(new_heads_like, (query, key, value)), *slots, *depth_query_grads]
 
 
 def _save_for_backward(ctx, inputs, output):

@@ -9,8 +9,7 @@ D head dim.
 import torch
 from torch import Tensor
 
-from .depth_implementations import without_autocast
-from .depth_value_mix_reference import accumulation_dtype
+from .depth_precision import accumulation_dtype, without_autocast
 
 
 def moda_attention_weights_reference(
@@ -27,7 +26,7 @@ def moda_attention_weights_reference(
     Softmax over sequence and depth, `[B, H, T, S + N]`, and its log-sum-exp `[B, H, T]`, in the accumulation dtype.
     See `moda_attention_weights`.
     """
-    dtype = accumulation_dtype(query.dtype)
+    dtype = accumulation_dtype(query)
     depth_query = query if depth_query is None else depth_query
     query_BKGTD, depth_query_BKGTD = (
         x.to(dtype).unflatten(1, (key.shape[1], -1)) * scaling for x in (query, depth_query)
@@ -44,7 +43,7 @@ def moda_attention_weights_reference(
             sequence_BHTS = sequence_BHTS + attention_mask.to(dtype)
     logits_BHTX = torch.cat([sequence_BHTS, depth_BHTN], dim=-1)
     log_sum_exp_BHT = logits_BHTX.detach().logsumexp(-1)
-    # a row that sees nothing has no softmax, and gets no weights
+    # A row that sees nothing has no softmax, and gets weights of zero.
     empty_BHT1 = log_sum_exp_BHT.isneginf().unsqueeze(-1)
     weights_BHTX = logits_BHTX.masked_fill(empty_BHT1, 0.0).softmax(-1).masked_fill(empty_BHT1, 0.0)
     return weights_BHTX, log_sum_exp_BHT

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .depth_value_mix_reference import accumulation_dtype, depth_value_mix_reference
+from .depth_precision import accumulation_dtype
+from .depth_value_mix_reference import depth_value_mix_reference
 
 
 def norm_rotary_mix_reference(
@@ -45,7 +46,7 @@ def norm_rotary_mix_reference(
 
 
 def _widen(x: Tensor) -> Tensor:
-    return x.to(accumulation_dtype(x.dtype))
+    return x.to(accumulation_dtype(x))
 
 
 def _normalise(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

@@ -1,13 +1,19 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """Typed operations, which a compiler sees, that run without the dispatcher where nothing needs it."""
 
+import re
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from .depth_implementations import PLAIN_TENSORS, is_recorded, operation_namespace
+from .depth_dispatch import PLAIN_TENSORS
+
+
+def is_recorded() -> bool:
+    """Whether something looks at the operations that run, which would not see a kernel launched outside of one."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _is_plain(tensors: Sequence[Tensor]) -> bool:
@@ -15,19 +21,48 @@ def _is_plain(tensors: Sequence[Tensor]) -> bool:
     return not is_recorded() and all(type(x) in PLAIN_TENSORS for x in tensors)
 
 
+def _flat(inputs: Sequence) -> list:
+    return [x for entry in inputs for x in (entry if isinstance(entry, list) else [entry])]
+
+
 def _tensors(inputs: Sequence) -> list[Tensor]:
-    flat = [x for entry in inputs for x in (entry if isinstance(entry, list) else [entry])]
-    return [x for x in flat if isinstance(x, Tensor)]
+    return [x for x in _flat(inputs) if isinstance(x, Tensor)]
 
 
-def new_like(tensor: Tensor) -> Tensor:
-    """Fresh memory of the tensor's shape and dtype, without gaps."""
-    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+def needs_grad(inputs: Sequence) -> bool:
+    """Whether autograd records what is computed from these tensors and lists of tensors, beside other arguments."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _tensors(inputs))
+
+
+def _refuse_to_differentiate(ctx, *grads):
+    """The derivative of what has none, so that autograd raises instead of leaving this path out of a sum."""
+    raise RuntimeError(
+        "Gradients that kernels or fused operations of depthmix have computed cannot be differentiated again: "
+        'ask for impl="reference", or depth_impl="reference" of a model.'
+    )
+
+
+class _WithoutDerivative(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, function, *tensors):
+        return tuple(function())
+
+    backward = staticmethod(_refuse_to_differentiate)
+
+
+def without_derivative(function: Callable[[], Sequence[Tensor]], tensors: Sequence) -> Sequence[Tensor]:
+    """
+    What `function` computes from these tensors. Where gradients are recorded, as in a backward with `create_graph`,
+    the results stay connected to the tensors, and to differentiate them is an error. Results that are not connected
+    would count as constants, and second derivatives would silently be other numbers.
+    """
+    return _WithoutDerivative.apply(function, *tensors) if needs_grad(tensors) else function()
 
 
 class Operation:
     """
-    A function of tensors and lists of tensors that gives a list of tensors, also typed, for the compiler to see it.
+    A function of tensors and lists of tensors that gives a list of tensors, also typed, for the compiler to see it. To
+    differentiate it is an error.
 
     Args:
         function (callable): What runs.
@@ -36,12 +71,18 @@ class Operation:
 
     def __init__(self, function: Callable, new_outputs: Callable):
         self.function = function
-        name = f"{operation_namespace(function.__module__)}::{function.__name__}"
-        self.typed = torch.library.custom_op(name, function, mutates_args=())
+        # A name belongs to one version of the code. Loading two saved models loads two copies of it, and with a common
+        # namespace the second would take over the operations of the first.
+        namespace = re.sub(r"\W", "_", function.__module__)
+        self.typed = torch.library.custom_op(f"{namespace}::{function.__name__}", function, mutates_args=())
         self.typed.register_fake(new_outputs)
+        self.typed.register_autograd(_refuse_to_differentiate)
 
     def __call__(self, *inputs) -> list[Tensor]:
-        return self.function(*inputs) if _is_plain(_tensors(inputs)) else self.typed(*inputs)
+        tensors = _tensors(inputs)
+        if not _is_plain(tensors):
+            return self.typed(*inputs)
+        return list(without_derivative(partial(self.function, *inputs), tensors))
 
 
 class DifferentiableOperation(Operation):
@@ -51,7 +92,9 @@ class DifferentiableOperation(Operation):
 
     Args:
         save, backward (callable): As `torch.library.register_autograd` takes them; the backward may get gradients of
-            what is handed on, after those of the outputs.
+            what is handed on, after those of the outputs. All inputs that gradients depend on must be saved, or
+            outputs that depend on them, and the backward must compute from these by operations: so the gradients stay
+            connected to the inputs, and differentiating them is an error.
         handed_on (callable, *optional*): Gives these, with the same arguments; by default there are none.
     """
 
@@ -68,14 +111,12 @@ class DifferentiableOperation(Operation):
         self.typed.register_autograd(backward, setup_context=save)
 
     def __call__(self, *inputs) -> list[Tensor]:
-        tensors = _tensors(inputs)
-        training = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-        if not (training and _is_plain(tensors)):
-            # a typed operation may not return its inputs
+        training = needs_grad(inputs)
+        if not (training and _is_plain(_tensors(inputs))):
+            # A typed operation may not return its inputs, so they are handed on here.
             return [*super().__call__(*inputs, training), *self.handed_on(*inputs)]
         lengths = tuple(len(x) if isinstance(x, list) else None for x in inputs)
-        flat = [x for entry in inputs for x in (entry if isinstance(entry, list) else [entry])]
-        return list(_PlainFunction.apply(self, lengths, *flat))
+        return list(_PlainFunction.apply(self, lengths, *_flat(inputs)))
 
 
 class _PlainFunction(torch.autograd.Function):
@@ -91,7 +132,6 @@ class _PlainFunction(torch.autograd.Function):
         return *outputs, *operation.handed_on(*inputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *grads):
         grads = ctx.operation.backward(ctx, grads)[:-1]
-        return None, None, *(grad for entry in grads for grad in (entry if isinstance(entry, list) else [entry]))
+        return None, None, *_flat(grads)

@@ -157,7 +157,9 @@ def test_mixing_matters(pair, awake):
 @torch.no_grad()
 def test_cached_equals_uncached(pair, awake):
     ids, cache = ids_of(2, 14), DynamicCache(config=awake.config)
-    chunks = [awake(chunk, use_cache=True, **{CACHE_NAME: cache}).logits for chunk in ids.split([7, 4, 1, 1, 1], dim=1)]
+    chunks = [
+        awake(chunk, use_cache=True, **{CACHE_NAME: cache}).logits for chunk in ids.split([7, 4, 1, 1, 1], dim=1)
+    ]
     tolerance = TOLERANCE.get(pair.backbone.model_type, 2e-5)
     torch.testing.assert_close(torch.cat(chunks, dim=1), awake(ids, use_cache=False).logits, atol=tolerance, rtol=0)
 

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from depthmix.kernels import DepthStream, moda_attention, moda_attention_over_stream, sequence_attention
+from depthmix.kernels import DepthStream, moda_attention, moda_attention_over_stream, moda_sequence_attention
 
 
 DEVICE = "cuda"
@@ -76,7 +76,7 @@ def test_with_each_attention_of_torch(case):
     *shape, dtype, backend = CASES[case]
     tensors = inputs(*shape, dtype=dtype)
     if torch.cuda.get_device_capability() >= (9, 0):
-        assert sequence_attention.sequence_backend(*tensors[:2], None, True) == backend
+        assert moda_sequence_attention.sequence_backend(*tensors[:2], None, True) == backend
     assert_as_good_as_plain_torch(run(tensors, "triton"), tensors)
 
 
@@ -110,9 +110,9 @@ def test_any_backward_follows_any_forward(backend):
     query, key, value, *_ = inputs(2, 2, 3, 65, 65, 64, 0)
     grad, arguments, results = draw(2, 65, 6, 64, seed=9).transpose(1, 2), (None, 0.125, True), []
     for forward, backward in (("math", "math"), ("math", backend), (backend, "math"), (backend, backend)):
-        output, lse = sequence_attention.sequence_attention_forward(query, key, value, *arguments, forward)
+        output, lse = moda_sequence_attention.sequence_attention_forward(query, key, value, *arguments, forward)
         tensors = (grad, query, key, value, output, lse)
-        grads = sequence_attention.sequence_attention_backward(*tensors, *arguments, backward)
+        grads = moda_sequence_attention.sequence_attention_backward(*tensors, *arguments, backward)
         results.append([output, lse, *grads])
     for result in results[1:]:
         for actual, expected in zip(result, results[0], strict=True):

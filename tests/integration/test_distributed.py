@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from depthmix.kernels.depth_implementations import INTERPRETED
+from depthmix.kernels.depth_dispatch import INTERPRETED
 
 
 pytestmark = [pytest.mark.long, pytest.mark.sampled(2)]

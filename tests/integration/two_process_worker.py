@@ -24,7 +24,7 @@ from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 
 import depthmix  # noqa: F401 registers the model classes
-from depthmix.kernels.depth_implementations import INTERPRETED
+from depthmix.kernels.depth_dispatch import INTERPRETED
 
 
 # lets this script import what lies in the folder of all tests

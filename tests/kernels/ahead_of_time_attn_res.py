@@ -59,7 +59,7 @@ def launches_of(hidden_size, sources, sites, dtype, extras, recomputed):
         )
         phase_2 = (values[0], log_sum_exp, values[0], values[0], *one, [])
         *_, scalars = k.attn_res_phase_2_forward(*phase_2, 1e-6, 1, True)
-        kept = (None, values) if recomputed else (values[0], [])
+        kept = (None, log_sum_exp, values) if recomputed else (values[0], log_sum_exp, [])
         k.attn_res_phase_2_backward(values[0], values[0], *kept, values[0], *one, scalars, 1e-6, 1)
     return launches
 

@@ -11,11 +11,18 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from depthmix.kernels import attn_res, attn_res_phase_1, attn_res_phase_2, attn_res_triton, attn_res_weights
+from depthmix.kernels import (
+    attn_res,
+    attn_res_phase_1,
+    attn_res_phase_2,
+    attn_res_triton,
+    attn_res_weights,
+    depth_dispatch,
+)
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-needs_triton = pytest.mark.skipif(attn_res_triton.triton is None, reason="needs Triton")
+needs_triton = pytest.mark.skipif(depth_dispatch.triton is None, reason="needs Triton")
 IMPLS = ("reference", pytest.param("triton", marks=needs_triton))
 EPS = 1e-5
 EXPLORE = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -4,12 +4,12 @@
 import pytest
 import torch
 
-from depthmix.kernels import attn_res, attn_res_triton, attn_res_weights
+from depthmix.kernels import attn_res, attn_res_weights, depth_dispatch
 
 
 naive = pytest.importorskip("fla.ops.attnres.naive", reason="needs fla-core")
 
-needs_triton = pytest.mark.skipif(attn_res_triton.triton is None, reason="needs Triton")
+needs_triton = pytest.mark.skipif(depth_dispatch.triton is None, reason="needs Triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

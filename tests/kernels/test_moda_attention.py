@@ -14,18 +14,18 @@ from torch.utils.checkpoint import checkpoint
 
 from depthmix.kernels import (
     DepthStream,
-    depth_stream,
+    depth_dispatch,
     moda_attention,
     moda_attention_joint,
     moda_attention_over_stream,
-    moda_attention_triton,
     moda_attention_weights,
-    sequence_attention,
+    moda_sequence_attention,
+    moda_stream,
 )
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-needs_triton = pytest.mark.skipif(moda_attention_triton.triton is None, reason="needs Triton")
+needs_triton = pytest.mark.skipif(depth_dispatch.triton is None, reason="needs Triton")
 IMPLS = ("reference", "auto", pytest.param("triton", marks=needs_triton))
 FAST_IMPLS = IMPLS[1:]
 EXPLORE = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -477,7 +477,7 @@ def test_weights_are_those_of_the_output():
 @pytest.mark.parametrize("tokens, length", [(5, 5), (3, 8), (1, 4)])
 @pytest.mark.parametrize("forward, backward", [("cpu", "math"), ("math", "cpu")])
 def test_any_backward_follows_any_forward(forward, backward, tokens, length, masked):
-    """What `sequence_attention` can do without a GPU."""
+    """What `moda_sequence_attention` can do without a GPU."""
     query, key, value, grad = (
         draw(2, h, t, 8, seed=i) for i, (h, t) in enumerate([(4, tokens), *[(2, length)] * 2, (4, tokens)])
     )
@@ -485,8 +485,8 @@ def test_any_backward_follows_any_forward(forward, backward, tokens, length, mas
     results = []
     for backends in ((forward, backward), ("math", "math")):
         arguments = (mask, 0.3, True)
-        output, lse = sequence_attention.sequence_attention_forward(query, key, value, *arguments, backends[0])
-        grads = sequence_attention.sequence_attention_backward(
+        output, lse = moda_sequence_attention.sequence_attention_forward(query, key, value, *arguments, backends[0])
+        grads = moda_sequence_attention.sequence_attention_backward(
             grad, query, key, value, output, lse, *arguments, backends[1]
         )
         results.append(dict(enumerate([output, lse, *grads])))
@@ -501,9 +501,9 @@ def test_kernels_of_torch_are_called_as_they_declare(backend, tokens):
         torch.empty(2, tokens, heads, 64, dtype=torch.bfloat16, device="meta").transpose(1, 2) for heads in (6, 2)
     )
     arguments = (None, 0.1, True, backend)
-    output, lse = sequence_attention.sequence_attention_forward(query, key, key, *arguments)
+    output, lse = moda_sequence_attention.sequence_attention_forward(query, key, key, *arguments)
     assert output.shape == query.shape and lse.shape == query.shape[:3] and lse.dtype is torch.float32
-    grads = sequence_attention.sequence_attention_backward(output, query, key, key, output, lse, *arguments)
+    grads = moda_sequence_attention.sequence_attention_backward(output, query, key, key, output, lse, *arguments)
     assert [grad.shape for grad in grads] == [query.shape, key.shape, key.shape]
 
 
@@ -735,7 +735,7 @@ class TestStream:
         layers = Layers()
         expected = layers.grads("reference")
         monkeypatch.setattr(
-            depth_stream.DepthStream,
+            moda_stream.DepthStream,
             "_read",
             lambda self, start, stop, device: [slots[start:stop].clone() for slots in self._slots],
         )

@@ -17,7 +17,7 @@ from transformers import AutoModel, DynamicCache, Qwen3Config, Qwen3ForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from depthmix import DepthQwen3Config, DepthQwen3ForCausalLM, DepthQwen3ForSequenceClassification
-from depthmix.kernels import depth_implementations
+from depthmix.kernels import depth_dispatch
 from depthmix.modeling.lent_weights import DepthRMSNorm
 
 
@@ -490,7 +490,7 @@ class TestImplementations:
                 build(depth_impl="triton", **fields).double()(token_ids(2, 7))
 
     def test_explicit_kernel_needs_triton(self, build, monkeypatch):
-        monkeypatch.setattr(depth_implementations, "triton", None)
+        monkeypatch.setattr(depth_dispatch, "triton", None)
         with pytest.raises(RuntimeError, match="impl='triton': .* needs the package triton"):
             build(depth_impl="triton")
 

@@ -1,16 +1,18 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
-"""Mixture-of-Depths Attention (arXiv 2603.15619): public entry points."""
+"""Mixture-of-Depths Attention: public operations."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from .depth_implementations import autocast_dtype, plain_tensor_obstacle, use_triton
-from .depth_value_mix import default_scaling
+from .depth_checks import check_heads, default_scaling
+from .depth_dispatch import Route, plain_tensor_obstacle, route
+from .depth_precision import autocast_dtype
 from .moda_attention_joint import run_moda_attention
 from .moda_attention_reference import moda_attention_reference, moda_attention_weights_reference
 from .moda_attention_triton import decodes, moda_attention_obstacle
+from .typed_operations import needs_grad
 
 
 def moda_attention(
@@ -29,8 +31,8 @@ def moda_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""
     Attention whose softmax has further columns: for each token, the depth slots, which earlier layers made of the same
-    token (equation 2 of the paper). With query head \\(h\\) of token \\(t\\), its key-value head \\(c = \lfloor h / g
-    \rfloor\\) and one normaliser over both parts,
+    token (Mixture-of-Depths Attention, arXiv 2603.15619, equation 2). With query head \\(h\\) of token \\(t\\), its
+    key-value head \\(c = \lfloor h / g \rfloor\\) and one normaliser over both parts,
 
     $$o_{th} = \sum_u p_u v_{uc} + \sum_j p_j v^d_{jtc}, \qquad p = \mathrm{softmax}\bigl([s\, q_{th}^\top k_{uc}]_u,
     [s\, q_{th}^\top k^d_{jtc}]_j\bigr).$$
@@ -70,6 +72,17 @@ def moda_attention(
     Raises:
         `ValueError`: if shapes, dtypes or devices do not fit together, or `impl` is unknown.
         `RuntimeError`: if `impl="triton"` cannot run.
+
+    Example:
+
+        >>> import torch
+        >>> from depthmix.kernels import moda_attention
+
+        >>> query = torch.zeros(1, 4, 1, 8)  # equal scores for the three tokens of the sequence and the slot
+        >>> key = value = torch.ones(1, 2, 3, 8)
+        >>> slots = torch.full((1, 1, 1, 2, 8), 5.0)
+        >>> moda_attention(query, key, value, slots, slots)[0, 0, 0, :4]
+        tensor([2., 2., 2., 2.])
     """
     return attend(
         *(query, key, value, [depth_keys], [depth_values], depth_query, scaling),
@@ -99,6 +112,15 @@ def moda_attention_weights(
 
     Raises:
         `ValueError`: if the shapes do not fit together.
+
+    Example:
+
+        >>> import torch
+        >>> from depthmix.kernels import moda_attention_weights
+
+        >>> query, key, slots = torch.zeros(1, 4, 1, 8), torch.ones(1, 2, 3, 8), torch.ones(1, 1, 1, 2, 8)
+        >>> moda_attention_weights(query, key, slots)[0, 0, 0]
+        tensor([0.2500, 0.2500, 0.2500, 0.2500])
     """
     query, key, _, (depth_keys,), _, depth_query = check_attention(
         query, key, key, [depth_keys], [depth_keys], depth_query, attention_mask, is_causal
@@ -132,10 +154,7 @@ def attend(
     )
     scaling = default_scaling(query, scaling)
     inputs = (query, key, value, depth_keys, depth_values, depth_query, attention_mask)
-    trained = torch.is_grad_enabled() and any(
-        tensor.requires_grad for x in inputs for tensor in (x if isinstance(x, list) else [x]) if tensor is not None
-    )
-    implementation = choose(*inputs, trained, impl)
+    implementation = choose(inputs, needs_grad(inputs), impl)
     if implementation == "reference":
         empty = query.new_empty((0, query.shape[0], query.shape[2], key.shape[1], query.shape[3]))
         output, log_sum_exp = moda_attention_reference(
@@ -151,31 +170,23 @@ def attend(
     return (output, log_sum_exp) if return_lse else output
 
 
-def choose(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    depth_keys: Sequence[Tensor],
-    depth_values: Sequence[Tensor],
-    depth_query: Tensor | None,
-    attention_mask: Tensor | None,
-    trained: bool,
-    impl: str,
-) -> str:
+def choose(inputs: tuple, trained: bool, impl: str) -> str:
     """
-    "triton" or "torch" works on the slots, and one of PyTorch's kernels on the sequence; "decode" is a kernel that
-    does both, if nothing is `trained`; "reference" is the pure PyTorch of both.
+    Who works on query, key, value, depth keys, depth values, depth query and mask. "triton" or "torch" works on the
+    slots, and one of PyTorch's kernels on the sequence; "decode" is a kernel that does both, if nothing is `trained`;
+    "reference" is the pure PyTorch of both.
     """
-    tensors = [query, key, value, *depth_keys, *depth_values, *(() if depth_query is None else (depth_query,))]
-    obstacle = plain_tensor_obstacle(tensors if attention_mask is None else [*tensors, attention_mask])
-    if attention_mask is not None and attention_mask.requires_grad and torch.is_grad_enabled():
+    query, key, value, depth_keys, depth_values, depth_query, attention_mask = inputs
+    tensors = [query, key, value, *depth_keys, *depth_values, depth_query]
+    obstacle = plain_tensor_obstacle([*tensors, attention_mask])
+    if needs_grad([attention_mask]):
         obstacle = "gives attention_mask no gradient"
     elif obstacle is None and query.device.type not in ("cpu", "cuda"):
         obstacle = f"needs a GPU, and the tensors are on {query.device}"
-    kernel = use_triton(impl, "moda_attention", obstacle or moda_attention_obstacle(*tensors))
+    way = route(impl, "moda_attention", obstacle or moda_attention_obstacle(*tensors))
     if impl == "reference" or obstacle is not None:
         return "reference"
-    if not kernel:
+    if way is not Route.KERNEL:
         return "torch"
     return "decode" if not trained and decodes(query, key) else "triton"
 
@@ -202,8 +213,7 @@ def check_attention(
         )
     batch, heads, tokens, head_dim = query.shape
     kv_heads, length = key.shape[1:3]
-    if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(f"{heads} query heads, {kv_heads} key-value heads: the latter must divide the former.")
+    check_heads(heads, kv_heads)
     sequence, slot = (batch, kv_heads, length, head_dim), (batch, tokens, kv_heads, head_dim)
     for name, tensor in (("key", key), ("value", value)):
         if tensor.shape != sequence:

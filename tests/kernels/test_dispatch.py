@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from depthmix.kernels import depth_implementations
+from depthmix.kernels import depth_dispatch
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from depthmix.kernels import depth_implementations
 )
 def test_what_is_left_to_a_compiler(impl, shape, with_gradients, compiled, expected):
     def function(x):
-        return x + depth_implementations.left_to_compiler(impl, x)
+        return x + depth_dispatch.left_to_compiler(impl, x)
 
     torch.compiler.reset()
     if compiled:

@@ -1,15 +1,15 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
-"""What a layer does between its projections and its attention, in one operation: public entry point."""
+"""What a layer does between its projections and its attention: public operation."""
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from .depth_implementations import use_triton
-from .depth_value_mix import check_depth_entries, default_scaling
+from .depth_checks import check_depth_entries, default_scaling
+from .depth_dispatch import Route, route
 from .norm_rotary_mix_reference import norm_rotary_mix_reference
 from .norm_rotary_mix_triton import norm_rotary_mix_obstacle, run_norm_rotary_mix
+from .typed_operations import needs_grad
 
 
 KEY_NORM_POSITIONS = ("before_rope", "after_rope")
@@ -65,6 +65,19 @@ def norm_rotary_mix(
     Raises:
         `ValueError`: if shapes do not fit together, or `key_norm_position` or `impl` is unknown.
         `RuntimeError`: if `impl="triton"` cannot run.
+
+    Example:
+
+        >>> import torch
+        >>> from depthmix.kernels import norm_rotary_mix
+
+        >>> query, key, value = (torch.randn(1, heads, 3, 8) for heads in (4, 2, 2))
+        >>> angles = torch.arange(3.0).outer(torch.ones(8)).unsqueeze(0)
+        >>> norms = {"query_norm_weight": torch.ones(8), "key_norm_weight": torch.ones(8)}
+        >>> sources = {"source_keys": [torch.randn(1, 2, 3, 8)], "source_values": [torch.randn(1, 2, 3, 8)]}
+        >>> query, key, value = norm_rotary_mix(query, key, value, angles.cos(), angles.sin(), **norms, **sources)
+        >>> query.square().mean(-1).allclose(torch.ones(1, 4, 3), atol=1e-4)  # a rotation keeps the norm
+        True
     """
     keys, values = [*source_keys, key], [*source_values, value]
     check_depth_entries(query, keys, values)
@@ -77,17 +90,11 @@ def norm_rotary_mix(
     scaling = default_scaling(query, scaling)
     constants = (query_norm_weight, key_norm_weight, cos, sin)
     obstacle = norm_rotary_mix_obstacle(query, keys, values, *constants)
-    if torch.is_grad_enabled() and cos is not None and (cos.requires_grad or sin.requires_grad):
+    if needs_grad((cos, sin)):
         obstacle = "gives cos and sin no gradient"
-    if use_triton(impl, "norm_rotary_mix", obstacle):
+    if route(impl, "norm_rotary_mix", obstacle) is Route.KERNEL:
         outputs = run_norm_rotary_mix(
-            query,
-            keys,
-            values if source_keys else [],
-            *constants,
-            scaling,
-            eps,
-            key_norm_position == "before_rope",
+            query, keys, values if source_keys else [], *constants, scaling, eps, key_norm_position == "before_rope"
         )
         if all(constant is None for constant in constants):
             outputs = [query, key, *outputs]

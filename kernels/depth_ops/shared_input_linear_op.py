@@ -1,12 +1,12 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
-"""Linear maps of one token: public entry point."""
+"""Linear maps of one token: public operation."""
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from .depth_implementations import use_triton
+from .depth_dispatch import Route, route
+from .shared_input_linear_reference import shared_input_linear_reference
 from .shared_input_linear_triton import run_shared_input_linear, shared_input_linear_obstacle
 
 
@@ -32,6 +32,15 @@ def shared_input_linear(hidden_states: Tensor, weights: Sequence[Tensor], *, imp
     Raises:
         `ValueError`: if shapes or dtypes do not fit together, or `impl` is unknown.
         `RuntimeError`: if `impl="triton"` cannot run.
+
+    Example:
+
+        >>> import torch
+        >>> from depthmix.kernels import shared_input_linear
+
+        >>> query, key = shared_input_linear(torch.ones(1, 1, 8), [torch.ones(16, 8), torch.zeros(4, 8)])
+        >>> query.shape, key.shape, query[0, 0, 0]
+        (torch.Size([1, 1, 16]), torch.Size([1, 1, 4]), tensor(8.))
     """
     for i, weight in enumerate(weights):
         if weight.shape[1:] != hidden_states.shape[-1:] or weight.dtype is not hidden_states.dtype:
@@ -41,17 +50,7 @@ def shared_input_linear(hidden_states: Tensor, weights: Sequence[Tensor], *, imp
             )
     if not weights:
         raise ValueError("weights is empty: there must be at least one.")
-    if use_triton(impl, "shared_input_linear", shared_input_linear_obstacle(hidden_states, weights)):
+    obstacle = shared_input_linear_obstacle(hidden_states, weights)
+    if route(impl, "shared_input_linear", obstacle) is Route.KERNEL:
         return run_shared_input_linear(hidden_states, list(weights))
     return shared_input_linear_reference(hidden_states, weights)
-
-
-def shared_input_linear_reference(hidden_states: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-    """
-    The maps in pure PyTorch, with the arguments and results of [`shared_input_linear`].
-
-    Legend: D hidden size, E entries of a result.
-    """
-    wide = torch.promote_types(hidden_states.dtype, torch.float32)
-    x_D = hidden_states.to(wide)
-    return [torch.nn.functional.linear(x_D, weight_ED.to(wide)).to(hidden_states.dtype) for weight_ED in weights]

@@ -1,5 +1,5 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
-"""The depth-weighted average of DenseFormer (arXiv 2402.02622): public entry point."""
+"""The depth-weighted average of DenseFormer: public operation."""
 
 from collections.abc import Sequence
 
@@ -7,12 +7,13 @@ from torch import Tensor
 
 from .depth_average_reference import depth_average_reference
 from .depth_average_triton import depth_average_obstacle, run_depth_average
-from .depth_implementations import left_to_compiler, use_triton
+from .depth_dispatch import Route, route
 
 
 def depth_average(sources: Sequence[Tensor], weight: Tensor, *, impl: str = "auto") -> Tensor:
     r"""
-    The sum \\(\sum_i w_i x_i\\) of hidden states of several depths (equation 2 of the paper).
+    The sum \\(\sum_i w_i x_i\\) of hidden states of several depths (DenseFormer,
+    arXiv 2402.02622, equation 2).
 
     Args:
         sources (sequence of `torch.Tensor` of shape `[..., D]`):
@@ -31,10 +32,17 @@ def depth_average(sources: Sequence[Tensor], weight: Tensor, *, impl: str = "aut
     Raises:
         `ValueError`: if shapes do not fit together, or `impl` is unknown.
         `RuntimeError`: if `impl="triton"` cannot run.
+
+    Example:
+
+        >>> import torch
+        >>> from depthmix.kernels import depth_average
+
+        >>> depth_average([torch.ones(2, 8), torch.full((2, 8), 3.0)], torch.tensor([1.0, -2.0]))[0, :4]
+        tensor([-5., -5., -5., -5.])
     """
     check_average(sources, weight)
-    triton = use_triton(impl, "depth_average", depth_average_obstacle(sources, weight))
-    if triton and not left_to_compiler(impl, sources[-1]):
+    if route(impl, "depth_average", depth_average_obstacle(sources, weight), sources[-1]) is Route.KERNEL:
         return run_depth_average(list(sources), weight)[0]
     return depth_average_reference(sources, weight)
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
-"""Manifold-constrained hyper-connections (mHC, arXiv 2512.24880): public entry points."""
+"""Manifold-constrained hyper-connections: public operations."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -8,18 +8,14 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .depth_implementations import is_transformed, use_triton
+from .depth_dispatch import Route, is_transformed, route
 from .hyper_connection_reference import (
     SINKHORN_ORDERS,
     hyper_connection_read_reference,
     hyper_connection_write_reference,
     stream_readout_reference,
 )
-from .hyper_connection_triton import (
-    hyper_connection_obstacle,
-    run_hyper_connection_read,
-    run_hyper_connection_write,
-)
+from .hyper_connection_triton import hyper_connection_obstacle, run_hyper_connection_read, run_hyper_connection_write
 
 
 def hyper_connection_read(
@@ -35,8 +31,8 @@ def hyper_connection_read(
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     r"""
-    What a sub-layer reads from the residual streams, and the maps by which its output is written to them (equations 7
-    to 9 of the paper).
+    What a sub-layer reads from the residual streams, and the maps by which its output is written to them
+    (manifold-constrained hyper-connections, mHC, arXiv 2512.24880, equations 7 to 9).
 
     With \\(z\\) the projection of the normalised streams, cut into its three parts, and \\(b\\) the `logits`,
 
@@ -69,6 +65,19 @@ def hyper_connection_read(
     Raises:
         `ValueError`: if shapes do not fit together, or there is no such order or `impl`.
         `RuntimeError`: if `impl="triton"` cannot run.
+
+    Example:
+
+        >>> import torch
+        >>> from depthmix.kernels import hyper_connection_read
+
+        >>> streams, norm_weight, projection = torch.ones(3, 4, 8), torch.ones(32), torch.randn(24, 32)
+        >>> alphas, logits = [torch.zeros(1)] * 3, [torch.zeros(4), torch.zeros(4), torch.zeros(4, 4)]
+        >>> hidden, residual, post, streams = hyper_connection_read(
+        ...     streams, norm_weight, projection, alphas, logits, eps=1e-6
+        ... )
+        >>> hidden[0, :4], residual[0, 0], post[0]
+        (tensor([2., 2., 2., 2.]), tensor([0.2500, 0.2500, 0.2500, 0.2500]), tensor([1., 1., 1., 1.]))
     """
     if order not in SINKHORN_ORDERS:
         raise ValueError(f"order={order!r}: must be one of {', '.join(SINKHORN_ORDERS)}.")
@@ -85,7 +94,7 @@ def hyper_connection_read(
             raise ValueError(f"alphas[{i}] has shape {list(alpha.shape)}: must be a single number.")
     _check_shapes(expected, num_streams, size)
     tensors = (streams, norm_weight, projection, *alphas, *logits)
-    if use_triton(impl, "hyper_connection_read", hyper_connection_obstacle(*tensors)):
+    if route(impl, "hyper_connection_read", hyper_connection_obstacle(*tensors)) is Route.KERNEL:
         mixed, residual, post, *others = run_hyper_connection_read(
             *(streams, norm_weight, projection, list(alphas), list(logits)),
             *(eps, iterations, order == "columns_first"),
@@ -99,7 +108,8 @@ def hyper_connection_write(
     streams: Tensor, update: Tensor, residual: Tensor, post: Tensor, *, impl: str = "auto"
 ) -> Tensor:
     r"""
-    The residual streams after a sub-layer, \\(x'_i = \sum_j R_{ij} x_j + p_i u\\) (equation 3 of the paper).
+    The residual streams after a sub-layer, \\(x'_i = \sum_j R_{ij} x_j + p_i u\\) (equation 3 of
+    arXiv 2512.24880).
 
     Args:
         streams (`torch.Tensor` of shape `[..., S, D]`):
@@ -116,6 +126,16 @@ def hyper_connection_write(
     Raises:
         `ValueError`: if shapes do not fit together, or there is no such `impl`.
         `RuntimeError`: if `impl="triton"` cannot run.
+
+    Example:
+
+        >>> import torch
+        >>> from depthmix.kernels import hyper_connection_write
+
+        >>> streams, update = torch.zeros(3, 2, 8), torch.ones(3, 8)
+        >>> residual, post = torch.eye(2).expand(3, 2, 2), torch.tensor([1.0, 2.0]).expand(3, 2)
+        >>> hyper_connection_write(streams, update, residual, post)[0, :, 0]
+        tensor([1., 2.])
     """
     num_streams, size = _check_streams(streams)
     leading = streams.shape[:-2]
@@ -126,7 +146,7 @@ def hyper_connection_write(
     }
     _check_shapes(expected, num_streams, size)
     tensors = (streams, update, residual, post)
-    if use_triton(impl, "hyper_connection_write", hyper_connection_obstacle(*tensors)):
+    if route(impl, "hyper_connection_write", hyper_connection_obstacle(*tensors)) is Route.KERNEL:
         return run_hyper_connection_write(*tensors)[0]
     return _recomputed(hyper_connection_write_reference, *tensors)
 
@@ -156,16 +176,30 @@ def _recomputed(function: Callable, *tensors: Tensor) -> Tensor | tuple[Tensor, 
 
 
 def stream_readout(streams: Tensor, logits: Tensor) -> Tensor:
-    """
-    The average of the streams that the final norm reads, weighted by a softmax.
+    r"""
+    What the final norm reads of the residual streams of [`hyper_connection_write`]: their average
+    \\(\sum_i \mathrm{softmax}(b)_i x_i\\), with \\(b\\) the `logits`. With equal logits it is the mean.
 
     Args:
         streams (`torch.Tensor` of shape `[..., S, D]`):
             The streams after the last layer.
         logits (`torch.Tensor` of shape `[S]`):
-            Of the weights.
+            The weights before their softmax.
 
     Returns:
-        `torch.Tensor` of shape `[..., D]` in the dtype of the streams.
+        `torch.Tensor` of shape `[..., D]` in the dtype of the streams, computed in fp32 (fp64 for fp64 inputs).
+
+    Raises:
+        `ValueError`: if shapes do not fit together.
+
+    Example:
+
+        >>> import torch
+        >>> from depthmix.kernels import stream_readout
+
+        >>> stream_readout(torch.tensor([[1.0, 1.0], [3.0, 3.0]]), torch.zeros(2))
+        tensor([2., 2.])
     """
+    num_streams, size = _check_streams(streams)
+    _check_shapes({"logits": (logits, (num_streams,))}, num_streams, size)
     return _recomputed(stream_readout_reference, streams, logits)

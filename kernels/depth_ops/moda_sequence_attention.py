@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .depth_value_mix_reference import accumulation_dtype
+from .depth_precision import accumulation_dtype
 from .moda_attention_reference import causal_mask
 
 
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
-# custom_mask_type of _efficient_attention_forward
+# These are values of the argument custom_mask_type of _efficient_attention_forward.
 NOT_CAUSAL, CAUSAL_BOTTOM_RIGHT = 0, 2
 
 
@@ -30,14 +30,12 @@ def sequence_backend(query: Tensor, key: Tensor, attention_mask: Tensor | None, 
         return "math"
     if query.device.type == "cpu":
         return "cpu"
-    if query.device.type != "cuda":
+    # the other kernels have been run on GPUs of NVIDIA only
+    if query.device.type != "cuda" or torch.version.hip:
         return "math"
     square = attention_mask is not None or not is_causal or tokens in (1, key.shape[2])
     if query.dtype in HALF and head_dim % 8 == 0 and head_dim <= 256:
-        if torch.version.hip:
-            if square and attention_mask is None:
-                return "flash"
-        elif (
+        if (
             square
             and tokens > 1
             and head_dim <= 128
@@ -46,7 +44,7 @@ def sequence_backend(query: Tensor, key: Tensor, attention_mask: Tensor | None, 
             and torch.cuda.get_device_capability(query.device) >= (9, 0)
         ):
             return "cudnn"
-        elif attention_mask is None and torch.cuda.get_device_capability(query.device) >= (8, 0):
+        if attention_mask is None and torch.cuda.get_device_capability(query.device) >= (8, 0):
             return "flash"
     if query.dtype in (*HALF, torch.float32) and head_dim % (8 if query.dtype in HALF else 4) == 0:
         return "efficient"
@@ -92,7 +90,7 @@ def sequence_attention_forward(
         )
         output, log_sum_exp = output.transpose(1, 2), log_sum_exp[..., : query.shape[2]]
     if mask is not None:
-        # what the kernels give for such rows differs
+        # A row that the mask hides everything from: each kernel gives something else for it.
         empty = mask.isneginf().all(-1)
         output = output.masked_fill(empty.unsqueeze(-1), 0.0)
         log_sum_exp = log_sum_exp.masked_fill(empty, float("-inf"))
@@ -115,7 +113,7 @@ def sequence_attention_backward(
     backend = backend or sequence_backend(query, key, attention_mask, is_causal)
     mask, is_causal = _mask(query, key, attention_mask, is_causal, backend)
     if mask is not None:
-        # exp(-inf - inf) is the zero that such rows contribute
+        # The weights of a row that sees nothing are exp(-inf - inf), which is the zero that they should be.
         log_sum_exp = log_sum_exp.masked_fill(log_sum_exp.isneginf(), float("inf"))
     if backend == "math":
         return _math_backward(output_grad, query, key, value, output, log_sum_exp, mask, scaling)
@@ -124,9 +122,9 @@ def sequence_attention_backward(
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *tensors, log_sum_exp, 0.0, is_causal, attn_mask=mask, scale=scaling
         )
-    # the efficient kernel takes it for granted of the output, cuDNN that the gradient is laid out like the output
+    # The efficient kernel assumes this order of the output, and cuDNN assumes that the gradient is laid out like it.
     output_grad, output = in_token_order(output_grad), in_token_order(output)
-    # the state of a dropout that does not take place
+    # The kernels take the random state of a dropout, of which there is none here.
     unused = query.new_empty(2, dtype=torch.int64)
     tokens, length = query.shape[2], key.shape[2]
     if backend == "cudnn":
@@ -143,7 +141,7 @@ def sequence_attention_backward(
             scale=scaling,
         )
     query, wide_key, wide_value = _ungrouped(query, key, value)
-    # the kernel wants the rows of a head to start at multiples of 32
+    # The kernel needs the rows of each head to start at a multiple of 32.
     padded = F.pad(log_sum_exp, (0, -tokens % 32), value=float("inf"))
     rows = (x.transpose(1, 2) for x in (_aligned(output_grad), query, wide_key, wide_value))
     query_grad, *grads, _ = aten._efficient_attention_backward(
@@ -169,8 +167,7 @@ def _mask(
     if attention_mask is None:
         if not is_causal or tokens == 1:
             return None, False
-        bottom_right = backend in ("flash", "efficient") and not torch.version.hip
-        if bottom_right or (tokens == length and backend != "math"):
+        if backend in ("flash", "efficient") or (tokens == length and backend != "math"):
             return None, True
         attention_mask = causal_mask(tokens, length, query.device)
     if attention_mask.dtype is torch.bool:
@@ -178,9 +175,9 @@ def _mask(
         attention_mask = zeros.masked_fill(~attention_mask, float("-inf"))
     mask = attention_mask.to(query.dtype)
     if backend in ("cudnn", "efficient"):
-        # the kernel reads aligned rows
+        # The kernel reads rows that are aligned to 16 elements.
         mask = F.pad(mask, (0, -length % 16))[..., :length]
-    # cuDNN takes one mask for all heads
+    # cuDNN takes one mask for all heads.
     return mask.expand(batch, -1 if backend == "cudnn" else heads, tokens, length), False
 
 
@@ -205,7 +202,7 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 
 def _ungrouped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """With as many key-value heads as query heads."""
+    """Query, key and value, with key and value repeated for every query head."""
     group = query.shape[1] // key.shape[1]
     if group > 1:
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
@@ -213,7 +210,7 @@ def _ungrouped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tenso
 
 
 def _grouped(tensor: Tensor, kv_heads: int) -> Tensor:
-    return tensor.to(accumulation_dtype(tensor.dtype)).unflatten(1, (kv_heads, -1))
+    return tensor.to(accumulation_dtype(tensor)).unflatten(1, (kv_heads, -1))
 
 
 def _scores(query: Tensor, key: Tensor, mask: Tensor | None, scaling: float) -> Tensor:

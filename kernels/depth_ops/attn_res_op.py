@@ -1,5 +1,5 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
-"""Attention Residuals (arXiv 2603.15031): public entry points."""
+"""Attention Residuals: public operations."""
 
 from collections.abc import Sequence
 
@@ -11,18 +11,18 @@ from .attn_res_reference import (
     attn_res_phase_2_reference,
     attn_res_reference,
     attn_res_weights_reference,
-    mix_dtype,
 )
 from .attn_res_triton import (
     MAX_SITES,
     RECOMPUTED_SOURCES,
     attn_res_obstacle,
+    attn_res_phase_1_of_few,
     max_sources,
     run_attn_res,
-    run_attn_res_phase_1,
     run_attn_res_phase_2,
 )
-from .depth_implementations import left_to_compiler, use_triton
+from .depth_dispatch import Route, route
+from .depth_precision import mix_dtype
 
 
 SCALES = ("mean", "sum")
@@ -41,7 +41,7 @@ def attn_res(
 ) -> Tensor:
     r"""
     Mixes the outputs of earlier sub-layers at the same token, weighted by how well they answer a learned query
-    (sections 3 and 4 of the paper).
+    (Attention Residuals, arXiv 2603.15031, sections 3 and 4).
 
     With \\(R(v) = v / \sqrt{\mathrm{mean}(v^2) + \mathrm{eps}}\\), pseudo-query \\(w\\) and norm weight \\(g\\),
 
@@ -73,15 +73,24 @@ def attn_res(
     Raises:
         `ValueError`: if shapes do not fit together, or `scale` or `impl` is unknown.
         `RuntimeError`: if `impl="triton"` cannot run.
+
+    Example:
+
+        >>> import torch
+        >>> from depthmix.kernels import attn_res
+
+        >>> sources = [torch.full((2, 8), 1.0), torch.full((2, 8), 3.0)]
+        >>> attn_res(sources, torch.zeros(8), eps=1e-6)[0, :4]  # a query of zeros gives the mean
+        tensor([2., 2., 2., 2.])
     """
     _check_sources(sources)
     _check_site(sources[-1], pseudo_query, norm_weight, bias, output_norm_weight)
     _check_scale(scale)
     parameters = (pseudo_query, norm_weight, bias, output_norm_weight)
-    triton = use_triton(impl, "attn_res", attn_res_obstacle(*sources, *parameters))
+    way = route(impl, "attn_res", attn_res_obstacle(*sources, *parameters))
     if len(sources) == 1 and output_norm_weight is None:
         return sources[0]
-    if not triton:
+    if way is not Route.KERNEL:
         return attn_res_reference(
             *(sources, pseudo_query, norm_weight),
             **{"eps": eps, "bias": bias, "scale": scale, "output_norm_weight": output_norm_weight},
@@ -114,6 +123,14 @@ def attn_res_weights(
 
     Raises:
         `ValueError`: if the shapes do not fit together.
+
+    Example:
+
+        >>> import torch
+        >>> from depthmix.kernels import attn_res_weights
+
+        >>> attn_res_weights([torch.randn(2, 8), torch.randn(2, 8)], torch.zeros(8), eps=1e-6)[0]
+        tensor([0.5000, 0.5000])
     """
     _check_sources(sources)
     _check_site(sources[-1], pseudo_query, norm_weight, bias, None)
@@ -149,6 +166,16 @@ def attn_res_phase_1(
     Raises:
         `ValueError`: if shapes or numbers do not fit together, or `impl` is unknown.
         `RuntimeError`: if `impl="triton"` cannot run.
+
+    Example:
+
+        >>> import torch
+        >>> from depthmix.kernels import attn_res_phase_1
+
+        >>> blocks, queries = [torch.randn(5, 8), torch.randn(5, 8)], [torch.randn(8) for _ in range(3)]
+        >>> outputs, log_sum_exps, blocks = attn_res_phase_1(blocks, queries, eps=1e-6)
+        >>> len(outputs), outputs[0].shape, log_sum_exps[0].shape
+        (3, torch.Size([5, 8]), torch.Size([5]))
     """
     _check_sources(sources)
     if not pseudo_queries or (norm_weights is not None and len(norm_weights) != len(pseudo_queries)):
@@ -159,7 +186,8 @@ def attn_res_phase_1(
     for site, pseudo_query in enumerate(pseudo_queries):
         _check_site(sources[-1], pseudo_query, None if norm_weights is None else norm_weights[site], None, None, site)
     gains = [] if norm_weights is None else list(norm_weights)
-    if not use_triton(impl, "attn_res_phase_1", attn_res_obstacle(*sources, *pseudo_queries, *gains)):
+    obstacle = attn_res_obstacle(*sources, *pseudo_queries, *gains)
+    if route(impl, "attn_res_phase_1", obstacle) is not Route.KERNEL:
         return *attn_res_phase_1_reference(sources, pseudo_queries, norm_weights, eps=eps), list(sources)
     sources, outputs, log_sum_exps = _with_one_dtype(sources), [], []
     for first in range(0, len(pseudo_queries), MAX_SITES):
@@ -211,6 +239,18 @@ def attn_res_phase_2(
     Raises:
         `ValueError`: if shapes do not fit together, or `scale` or `impl` is unknown.
         `RuntimeError`: if `impl="triton"` cannot run.
+
+    Example:
+
+        >>> import torch
+        >>> from depthmix.kernels import attn_res, attn_res_phase_1, attn_res_phase_2
+
+        >>> blocks, query = [torch.randn(5, 8), torch.randn(5, 8)], torch.randn(8)
+        >>> (output,), (log_sum_exp,), blocks = attn_res_phase_1(blocks, [query], eps=1e-6)
+        >>> partial, update = torch.randn(5, 8), torch.randn(5, 8)
+        >>> partial, mixed = attn_res_phase_2(output, log_sum_exp, partial, update, query, eps=1e-6, num_sources=3)
+        >>> mixed.allclose(attn_res([*blocks, partial], query, eps=1e-6), atol=1e-5)
+        True
     """
     if partial is None and update is None:
         raise ValueError("partial and update are both None: there must be a sum to mix.")
@@ -229,8 +269,8 @@ def attn_res_phase_2(
     if partial is None:
         partial, update = update, None
     parameters = (pseudo_query, norm_weight, bias, output_norm_weight)
-    triton = use_triton(impl, "attn_res_phase_2", attn_res_obstacle(output, partial, update, log_sum_exp, *parameters))
-    if triton and not left_to_compiler(impl, output):
+    obstacle = attn_res_obstacle(output, partial, update, log_sum_exp, *parameters)
+    if route(impl, "attn_res_phase_2", obstacle, output) is Route.KERNEL:
         return _phase_2(output, log_sum_exp, partial, update, parameters, sources, eps, factor)
     if update is not None:
         partial = partial + update
@@ -254,13 +294,9 @@ def _phase_1_in_groups(
     groups, handed_on = [], []
     for first in range(0, len(sources), group_size):
         group = sources[first : first + group_size]
-        results = run_attn_res_phase_1(group, pseudo_queries, norm_weights, eps)
-        if len(group) == 1:
-            # the mixes of a single source are handed on
-            groups.append((results[-sites - 1 : -1], results[:sites]))
-        else:
-            groups.append((results[:sites], results[sites : 2 * sites]))
-        handed_on += results[-len(group) :]
+        *mixes, group = attn_res_phase_1_of_few(group, pseudo_queries, norm_weights, eps)
+        groups.append(mixes)
+        handed_on += group
     if len(groups) == 1:
         return *groups[0], handed_on
     outputs, log_sum_exps = [], []
@@ -274,11 +310,11 @@ def _phase_1_in_groups(
 
 
 def _phase_2(output, log_sum_exp, partial, update, parameters, sources, eps, factor) -> tuple[Tensor, Tensor]:
-    """With the kernel, which needs one dtype."""
+    """Phase 2 with the kernel, for which all tensors are brought to one dtype."""
     if update is not None and partial.dtype is not update.dtype:
         partial, update = _with_one_dtype([partial, update])
     if output.dtype is not partial.dtype:
-        # the sum is rounded to its own dtype before it meets the other
+        # The sum is rounded to its own dtype before it is brought to that of the mix.
         new_partial = partial if update is None else partial + update
         output, partial = _with_one_dtype([output, new_partial])
         update = None

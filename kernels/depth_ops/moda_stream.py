@@ -16,13 +16,14 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from .depth_implementations import autocast_dtype, check_implementation, is_recorded, use_triton
-from .depth_value_mix import default_scaling
-from .moda_attention import attend, check_attention, choose
+from .depth_checks import default_scaling
+from .depth_dispatch import Route, check_implementation, route
+from .depth_precision import autocast_dtype
 from .moda_attention_joint import joint_backward, moda_attention_forward, run_moda_attention
+from .moda_attention_op import attend, check_attention, choose
 from .moda_attention_triton import slot_obstacle
+from .typed_operations import is_recorded, needs_grad, without_derivative
 
 
 class DepthStream:
@@ -52,6 +53,16 @@ class DepthStream:
     Raises:
         `ValueError`: if `impl` is unknown.
         `RuntimeError`: if `impl="triton"` and Triton is not installed.
+
+    Example:
+
+        >>> import torch
+        >>> from depthmix.kernels import DepthStream
+
+        >>> stream = DepthStream(slots=2)
+        >>> handle = stream.write(stream.handle, torch.zeros(1, 3, 2, 8), torch.ones(1, 3, 2, 8))
+        >>> stream.written, stream.slots(handle, 0, 1)[1][0].shape
+        (1, torch.Size([1, 3, 2, 8]))
     """
 
     def __init__(
@@ -62,7 +73,8 @@ class DepthStream:
         self.kept = slots if window is None else min(window, slots)
         self.written = 0
         self._has_buffers = False
-        # keys and values `[slots, B, T, K, D]`, and their gradients during a backward pass, where slots are shared
+        # Where readers share the slots: keys and values `[slots, B, T, K, D]`, and during a backward pass their
+        # gradients.
         self._slots: list[Tensor] | None = None
         self._grads: list[Tensor] | None = None
         self._has_grad = [False] * slots
@@ -105,11 +117,11 @@ class DepthStream:
         if (dtype := autocast_dtype(key)) is not None:
             key, value = key.to(dtype), value.to(dtype)
         if index == 0:
-            has_kernels = use_triton(self.impl, "DepthStream", slot_obstacle(key, value))
+            way = route(self.impl, "DepthStream", slot_obstacle(key, value))
             self._has_buffers = not torch.is_grad_enabled()
             if self._has_buffers:
                 handle = tuple(x.new_empty((self.kept, *x.shape)) for x in (key, value))
-            elif has_kernels and not is_recorded():
+            elif way is Route.KERNEL and not is_recorded():
                 self._slots = [x.new_empty((self.capacity, *x.shape)) for x in (key, value)]
         if buffers := handle if self._has_buffers else self._slots:
             shape, dtype = buffers[0].shape[1:], buffers[0].dtype
@@ -120,14 +132,14 @@ class DepthStream:
                 )
         self.written += 1
         if self._has_buffers:
-            # the layers of a model may be spread over devices: what comes next is where this layer is
+            # The layers of a model may be spread over devices. The next ones are where this one is.
             handle = tuple(slots.to(key.device) for slots in handle)
             for slots, tensor in zip(handle, (key, value), strict=True):
                 slots[index % self.kept].copy_(tensor)
             return handle
         if self._slots is None:
             return (*handle, key, value)
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (key, value, *handle)):
+        if needs_grad((key, value, *handle)):
             return (_Write.apply(self, index, key, value, *handle),)
         self._store(index, key, value)
         return handle or (key.new_zeros(1, dtype=torch.float32),)
@@ -172,7 +184,7 @@ class DepthStream:
             slots[index].copy_(tensor)
 
     def _read(self, start: int, stop: int, device: torch.device) -> list[Tensor]:
-        # the layers of a model may be spread over devices
+        # The layers of a model may be spread over devices.
         return [slots[start:stop].to(device) for slots in self._slots]
 
     def _grads_of(self, start: int, stop: int) -> tuple[list[Tensor], int]:
@@ -221,12 +233,15 @@ class _Write(torch.autograd.Function):
         return key.new_zeros(1, dtype=torch.float32)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, _):
-        grads = [
-            None if grad is None else grad.to(ctx.device, ctx.dtype) for grad in ctx.stream._take_grads(ctx.index)
-        ]
-        return None, None, *grads, *(None,) * (len(ctx.needs_input_grad) - 4)
+    def backward(ctx, handle_grad):
+        grads = ctx.stream._take_grads(ctx.index)
+        if grads[0] is not None:
+            # They depend on what their readers have read, which depends on earlier slots too.
+            grads = without_derivative(
+                lambda: [grad.to(ctx.device, ctx.dtype) for grad in grads],
+                [] if handle_grad is None else [handle_grad],
+            )
+        return None, None, *grads, *(handle_grad,) * (len(ctx.needs_input_grad) - 4)
 
 
 class _Read(torch.autograd.Function):
@@ -238,28 +253,36 @@ class _Read(torch.autograd.Function):
         inputs = (query, key, value, [keys], [values], depth_query, attention_mask)
         output, log_sum_exp = moda_attention_forward(*inputs, *constants)
         ctx.mark_non_differentiable(log_sum_exp)
-        ctx.save_for_backward(query, key, value, depth_query, attention_mask, output, log_sum_exp)
+        ctx.save_for_backward(query, key, value, depth_query, attention_mask, output, log_sum_exp, *handle)
         return output, log_sum_exp
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, output_grad, _):
-        query, key, value, depth_query, attention_mask, output, log_sum_exp = ctx.saved_tensors
+        query, key, value, depth_query, attention_mask, output, log_sum_exp, *handle = ctx.saved_tensors
         stream = ctx.stream
         stream._join_backward()
-        keys, values = stream._read(*ctx.span, query.device)
-        totals, fresh = stream._grads_of(*ctx.span)
-        here = totals if keys.device == totals[0].device else [torch.zeros_like(x) for x in (keys, values)]
-        query_grad, key_grad, value_grad, *depth_query_grad = joint_backward(
-            *(output_grad, query, key, value, keys, values, depth_query, attention_mask, output, log_sum_exp),
-            *(*ctx.constants, here, fresh),
-        )
-        if here is not totals:
-            for total, grad in zip(totals, here, strict=True):
-                total[:fresh] = grad[:fresh].to(total)
-                total[fresh:] += grad[fresh:].to(total)
-        handle_grads = (None,) * (len(ctx.needs_input_grad) - 8)
-        return None, None, None, query_grad, key_grad, value_grad, *(depth_query_grad or [None]), None, *handle_grads
+        # Where gradients are recorded, the handle has one: what the writers' gradients depend on. It is zero, since
+        # nothing depends on the handle's value.
+        handle_grads = [x.new_zeros(1) if torch.is_grad_enabled() else None for x in handle]
+
+        def grads() -> list[Tensor]:
+            keys, values = stream._read(*ctx.span, query.device)
+            totals, fresh = stream._grads_of(*ctx.span)
+            here = totals if keys.device == totals[0].device else [torch.zeros_like(x) for x in (keys, values)]
+            query_grads = joint_backward(
+                *(output_grad, (query, key, value, keys, values, depth_query, attention_mask), output, log_sum_exp),
+                *(*ctx.constants, here, fresh),
+            )
+            if here is not totals:
+                for total, grad in zip(totals, here, strict=True):
+                    total[:fresh] = grad[:fresh].to(total)
+                    total[fresh:] += grad[fresh:].to(total)
+            return [*query_grads, *(grad for grad in handle_grads if grad is not None)]
+
+        inputs = [output_grad, query, key, value, depth_query, *handle]
+        query_grad, key_grad, value_grad, *others = without_derivative(grads, inputs)
+        depth_query_grad = None if depth_query is None else others.pop(0)
+        return None, None, None, query_grad, key_grad, value_grad, depth_query_grad, None, *(others or handle_grads)
 
 
 def moda_attention_over_stream(
@@ -294,6 +317,17 @@ def moda_attention_over_stream(
         `ValueError`: if shapes or dtypes do not fit together, or a slot has not been written, or has been written
             over.
         `RuntimeError`: if the stream's `impl` is `"triton"` and cannot run.
+
+    Example:
+
+        >>> import torch
+        >>> from depthmix.kernels import DepthStream, moda_attention_over_stream
+
+        >>> stream = DepthStream(slots=2)
+        >>> handle = stream.write(stream.handle, torch.ones(1, 3, 2, 8), torch.ones(1, 3, 2, 8))
+        >>> query, key = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8)
+        >>> moda_attention_over_stream(query, key, key, stream, handle, start=0, stop=1).shape
+        torch.Size([1, 4, 3, 8])
     """
     stream.check_span(start, stop)
     if stream.is_shared and start < stop:
@@ -302,15 +336,14 @@ def moda_attention_over_stream(
         )
         return (output, log_sum_exp) if return_lse else output
     keys, values = ([], []) if stream.is_shared else stream._groups(handle, start, stop)
-    # the layers of a model may be spread over devices
+    # The layers of a model may be spread over devices.
     keys, values = ([slots.to(query.device) for slots in group] for group in (keys, values))
     return attend(
-        *(query, key, value, keys, values, depth_query, scaling),
-        *(attention_mask, is_causal, return_lse, stream.impl),
+        *(query, key, value, keys, values, depth_query, scaling), *(attention_mask, is_causal, return_lse, stream.impl)
     )
 
 
-# what happens here behind autograd's back is not for the compiler to see
+# The gradients of slots travel outside of autograd, which a compiler would not notice.
 @torch.compiler.disable
 def _attend_to_shared(
     query: Tensor,
@@ -330,10 +363,8 @@ def _attend_to_shared(
         query, key, value, [keys], [values], depth_query, attention_mask, is_causal
     )
     inputs = [query, key, value, keys, values, depth_query, attention_mask]
-    trained = torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in (query, key, value, depth_query, *handle)
-    )
-    implementation = choose(*inputs, trained, stream.impl)
+    trained = needs_grad((query, key, value, depth_query, *handle))
+    implementation = choose(inputs, trained, stream.impl)
     if implementation == "reference":
         raise RuntimeError(
             "The slots of this stream are shared by kernels, which do not support a mask with a gradient, other "

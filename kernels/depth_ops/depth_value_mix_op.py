@@ -1,11 +1,12 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
-"""The value mixing of Depth-Attention (arXiv 2606.05014): public entry points."""
+"""The value mixing of Depth-Attention: public operations."""
 
 from collections.abc import Sequence
 
 from torch import Tensor
 
-from .depth_implementations import use_triton
+from .depth_checks import check_depth_entries, default_scaling
+from .depth_dispatch import Route, route
 from .depth_value_mix_reference import depth_value_mix_reference, depth_value_weights_reference
 from .norm_rotary_mix_triton import norm_rotary_mix_obstacle, run_norm_rotary_mix
 
@@ -19,7 +20,8 @@ def depth_value_mix(
     impl: str = "auto",
 ) -> Tensor:
     r"""
-    Mixes the values of several layers at the same token, weighted by how well their keys answer this layer's query.
+    Mixes the values of several layers at the same token, weighted by how well their keys answer this layer's query
+    (Depth-Attention, arXiv 2606.05014).
 
     With \\(\bar q\\) the mean of the query heads that share a key-value head, and entry \\(N-1\\) the layer's own,
 
@@ -49,13 +51,24 @@ def depth_value_mix(
     Raises:
         `ValueError`: if shapes or the number of keys and values do not fit together, or `impl` is unknown.
         `RuntimeError`: if `impl="triton"` cannot run.
+
+    Example:
+
+        >>> import torch
+        >>> from depthmix.kernels import depth_value_mix
+
+        >>> query = torch.zeros(1, 4, 3, 8)  # of equal scores, so that the result is the mean
+        >>> keys = [torch.randn(1, 2, 3, 8) for _ in range(3)]
+        >>> values = [torch.full((1, 2, 3, 8), float(i)) for i in range(3)]
+        >>> depth_value_mix(query, keys, values)[0, 0, 0, :4]
+        tensor([1., 1., 1., 1.])
     """
     check_depth_entries(query, keys, values)
     scaling = default_scaling(query, scaling)
-    kernel = use_triton(impl, "depth_value_mix", norm_rotary_mix_obstacle(query, keys, values))
+    way = route(impl, "depth_value_mix", norm_rotary_mix_obstacle(query, keys, values))
     if len(keys) == 1:
         return values[-1]
-    if kernel:
+    if way is Route.KERNEL:
         (mixed,) = run_norm_rotary_mix(query, list(keys), list(values), None, None, None, None, scaling, 0.0, True)
         return mixed
     return depth_value_mix_reference(query, keys, values, scaling=scaling)
@@ -74,39 +87,15 @@ def depth_value_weights(query: Tensor, keys: Sequence[Tensor], *, scaling: float
 
     Raises:
         `ValueError`: if the shapes do not fit together.
+
+    Example:
+
+        >>> import torch
+        >>> from depthmix.kernels import depth_value_weights
+
+        >>> keys = [torch.randn(1, 2, 3, 8) for _ in range(4)]
+        >>> depth_value_weights(torch.zeros(1, 4, 3, 8), keys)[0, 0, 0]
+        tensor([0.2500, 0.2500, 0.2500, 0.2500])
     """
     check_depth_entries(query, keys, keys)
     return depth_value_weights_reference(query, keys, scaling=default_scaling(query, scaling))
-
-
-def default_scaling(query: Tensor, scaling: float | None) -> float:
-    """`d ** -0.5` if none is given."""
-    return query.shape[-1] ** -0.5 if scaling is None else scaling
-
-
-def check_depth_entries(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """
-    Raises:
-        `ValueError`: if the shapes do not fit together.
-    """
-    if not keys or len(keys) != len(values):
-        raise ValueError(
-            f"{len(keys)} keys and {len(values)} values: there must be one of each per entry, and at least one."
-        )
-    if query.ndim != 4 or keys[-1].ndim != 4:
-        raise ValueError(
-            f"query has shape {list(query.shape)}, keys[-1] {list(keys[-1].shape)}: must be [B, Hq, T, d] and "
-            "[B, Hkv, T, d]."
-        )
-    batch, heads, tokens, head_dim = query.shape
-    kv_heads = keys[-1].shape[1]
-    if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(f"{heads} query heads, {kv_heads} key-value heads: the latter must divide the former.")
-    expected = (batch, kv_heads, tokens, head_dim)
-    for name, tensors in (("keys", keys), ("values", values)):
-        for i, tensor in enumerate(tensors):
-            if tensor.shape != expected:
-                raise ValueError(
-                    f"{name}[{i}] has shape {list(tensor.shape)}: must be [B, Hkv, T, d] = {list(expected)} for a "
-                    f"query of shape {list(query.shape)}."
-                )
