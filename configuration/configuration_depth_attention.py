@@ -19,8 +19,8 @@ class DepthAttentionFields(DepthMixingFields):
     Args:
         depth_stride (`int`, *optional*):
             Distance between source layers. 1 makes every earlier layer a source, 0 switches the mixing off (the
-            model is then its vanilla one, also where `depth_window` is set). `None` stands for half the number of layers
-            in all passes and is replaced by that number on construction.
+            model is then its vanilla one, also where `depth_window` is set). `None` stands for half the number of
+            layers in all passes and is replaced by that number on construction.
         depth_window (`int`, *optional*, defaults to 0):
             How many of the most recent layers are sources besides those of the stride.
         key_norm_position (`str`, *optional*, defaults to `"before_rope"`):

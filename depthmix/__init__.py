@@ -16,7 +16,7 @@ __path__ = extend_path(__path__, __name__)
 
 from depthmix.auto import register
 from depthmix.families import FAMILIES
-from depthmix.version import __version__
+from depthmix.version import __version__ as __version__
 
 
 register()

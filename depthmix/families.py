@@ -1,7 +1,7 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """
-The methods, one row each. Everything that has to know all of them asks here: Auto classes and the code of saved models,
-exports, targets of conversion, tests and benchmarks.
+The methods. Everything that has to know all of them asks here: Auto classes and the code of saved models, exports,
+targets of conversion, tests and benchmarks.
 
 A method is three modules by name: `configuration_<method>` with `CONFIGURATIONS`, `modeling_<method>` with the model
 classes, `convert_to_<method>` with `TARGET`. With a backbone it makes a family, which has a model type of its own.

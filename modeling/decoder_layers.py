@@ -168,7 +168,7 @@ class DecoderAttention(nn.Module):
     def remember(
         self, key: torch.Tensor, value: torch.Tensor, cache: Cache | None, kwargs: dict, slot: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `[B, Hkv, S, d]` of all tokens so far, after these were added to the cache, if there is one."""
+        """Keys and values `[B, Hkv, S, d]` of all tokens so far; these are added to the cache, if there is one."""
         if cache is None:
             return key, value
         return cache.update(key, value, self.layer_idx if slot is None else slot, **cache_update_keywords(kwargs))

@@ -78,7 +78,8 @@ def is_exactly(module: object, *classes: type) -> bool:
     """
     Whether the object is an instance of one of these classes and of no class derived from them.
 
-    It does not compare `type(module)`: a compiler would then guard the types of all modules in Python before each call.
+    It does not compare `type(module)`: a compiler would then guard the types of all modules, in Python, before each
+    call.
     """
     return any(isinstance(module, each) and issubclass(each, type(module)) for each in classes)
 

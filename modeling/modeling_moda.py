@@ -108,11 +108,8 @@ class MoDAAttention(DecoderAttention):
         projected = self.by_norm(projected)
         if self.reader_norm:
             return nn.functional.rms_norm(projected, projected.shape[-1:], eps=self.eps).to(projected.dtype)
-        if self.qk_norm is None:
-            # no slice of the projection, since FSDP2 warns of modules that return views
-            key = projected.clone()
-        else:
-            key = apply_norm(self.k_norm, projected, self.depth_impl)
+        # no slice of the projection, since FSDP2 warns of modules that return views
+        key = projected.clone() if self.qk_norm is None else apply_norm(self.k_norm, projected, self.depth_impl)
         return key if self.clip is None else key.clamp(-self.clip, self.clip)
 
     def slot(self, projected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -225,8 +222,8 @@ class MoDAAttention(DecoderAttention):
 
 class MoDALayer(DecoderLayer):
     """
-    A decoder layer that makes and reads depth slots. After the hidden states it takes the handle of the depth stream as
-    positional tensors, and after the hidden states it returns the slots that it makes (`key, value` of its attention,
+    A decoder layer that makes and reads depth slots. After the hidden states it takes the handle of the depth stream
+    as positional tensors, and after the hidden states it returns the slots that it makes (`key, value` of its attention,
     then of its feed-forward network): each key `[B, T, Hkv * d]` or `[B, T, Hkv, d]`, and as a value the tensor whose
     last `Hkv * d` channels are it.
     """
