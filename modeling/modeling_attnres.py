@@ -27,6 +27,7 @@ from depthmix.kernels.depth_implementations import PLAIN_TENSORS, check_implemen
 from .depth_modeling_common import (
     HOST_CACHE_NAME,
     DepthModelOutputWithPast,
+    MixingModule,
     accepts_both_cache_names,
     apply_mlp,
     foreign_layer,
@@ -45,7 +46,7 @@ from .modeling_dense_decoder import (
 )
 
 
-class AttnResKeyNorm(nn.Module):
+class AttnResKeyNorm(MixingModule):
     """The gain of the RMS norm of a mixer's keys. The norm itself is part of the operation."""
 
     def __init__(self, hidden_size: int):
@@ -56,7 +57,7 @@ class AttnResKeyNorm(nn.Module):
         return self.weight
 
 
-class AttnResMixer(nn.Module):
+class AttnResMixer(MixingModule):
     """The mix of sources that one sub-layer, or the final norm, reads."""
 
     def __init__(self, config: AttnResConfig):
@@ -66,7 +67,11 @@ class AttnResMixer(nn.Module):
         self.norm = AttnResKeyNorm(config.hidden_size)
         self.recency_bias_start = config.recency_bias_start
         # of shape [1], since FSDP2 shards no scalars
-        bias = nn.Parameter(torch.full((1,), self.recency_bias_start)) if config.attnres_recency_bias else None
+        bias = (
+            nn.Parameter(torch.full((1,), float(self.recency_bias_start), dtype=torch.float32))
+            if config.attnres_recency_bias
+            else None
+        )
         self.register_parameter("recency_bias", bias)
         self.scale = config.attnres_scale
         self.eps = config.rms_norm_eps

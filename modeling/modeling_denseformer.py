@@ -21,6 +21,7 @@ from depthmix.kernels.depth_implementations import check_implementation
 from .depth_modeling_common import (
     HOST_CACHE_NAME,
     DepthModelOutputWithPast,
+    MixingModule,
     accepts_both_cache_names,
     apply_norm,
     foreign_layer,
@@ -36,7 +37,7 @@ from .modeling_dense_decoder import (
 )
 
 
-class DepthAverage(nn.Module):
+class DepthAverage(MixingModule):
     """The weights of an average, oldest source first. They start as those of the last source alone."""
 
     def __init__(self, num_sources: int, impl: str):
@@ -47,7 +48,7 @@ class DepthAverage(nn.Module):
 
     @staticmethod
     def identity(num_sources: int) -> torch.Tensor:
-        return (torch.arange(num_sources) == num_sources - 1).to(torch.get_default_dtype())
+        return (torch.arange(num_sources) == num_sources - 1).float()
 
     def forward(self, *sources: torch.Tensor) -> torch.Tensor:
         return depth_average(sources, self.weight, impl=self.impl)

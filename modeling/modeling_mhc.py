@@ -25,6 +25,7 @@ from depthmix.kernels.hyper_connection import hyper_connection_read, hyper_conne
 from .depth_modeling_common import (
     HOST_CACHE_NAME,
     DepthModelOutputWithPast,
+    MixingModule,
     accepts_both_cache_names,
     apply_norm,
     refuse_depth_weights,
@@ -55,7 +56,7 @@ def start_shares(streams: int) -> tuple[torch.Tensor, torch.Tensor]:
     are read alike until the first step of training.
     """
     pairs = torch.arange(streams) // 2
-    writes = 1 - 2.0 * (torch.arange(streams) % 2)
+    writes = 1 - 2 * (torch.arange(streams) % 2).float()
     if streams % 2:
         writes[-1] = 0
     reads = pairs.float().mean() - pairs
@@ -63,7 +64,7 @@ def start_shares(streams: int) -> tuple[torch.Tensor, torch.Tensor]:
     return (1 + UNEQUAL_START * reads) / streams, 1 + UNEQUAL_START * writes
 
 
-class MHCConnection(nn.Module):
+class MHCConnection(MixingModule):
     """
     How a sub-layer reads the residual streams, and how its output is written to them.
 
@@ -83,7 +84,7 @@ class MHCConnection(nn.Module):
         self.projection = nn.Parameter(torch.zeros(streams * (streams + 2), streams * config.hidden_size))
         # of shape [1], since FSDP2 shards no scalars
         self.alpha_pre, self.alpha_post, self.alpha_residual = (
-            nn.Parameter(torch.full((1,), float(self.alpha_start))) for _ in range(3)
+            nn.Parameter(torch.full((1,), float(self.alpha_start), dtype=torch.float32)) for _ in range(3)
         )
         reads, writes = start_shares(streams)
         self.pre_logits = nn.Parameter(torch.logit(reads))
@@ -93,7 +94,7 @@ class MHCConnection(nn.Module):
     @staticmethod
     def near_identity(streams: int) -> torch.Tensor:
         beside = math.log((1 - DIAGONAL_START) / (streams - 1))
-        return beside + (math.log(DIAGONAL_START) - beside) * torch.eye(streams)
+        return beside + (math.log(DIAGONAL_START) - beside) * torch.eye(streams, dtype=torch.float32)
 
     def reset(self):
         """What a new connection starts from."""
@@ -125,7 +126,7 @@ class MHCConnection(nn.Module):
         )
 
 
-class MHCReadout(nn.Module):
+class MHCReadout(MixingModule):
     """The average of the streams, with learned shares that start as those of the reads."""
 
     def __init__(self, config: MHCConfig):

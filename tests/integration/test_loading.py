@@ -1,6 +1,7 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """Every way of loading gives the saved weights and freshly computed buffers."""
 
+import copy
 import importlib
 import json
 
@@ -18,6 +19,7 @@ from transformers import (
 )
 
 import depthmix
+from depthmix.modeling.depth_modeling_common import MixingModule
 
 
 def by_class(family, folder):
@@ -108,10 +110,16 @@ def test_sharded_checkpoint(family, pattern, build_awake, token_ids, logits_of, 
     assert torch.equal(logits_of(loaded, ids), logits_of(model, ids))
 
 
+def mixing_names(model):
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, MixingModule)}
+    return {f"{name}.{own}" for name, module in modules.items() for own, _ in module.named_parameters()}
+
+
 def test_bf16_checkpoint(family, build_awake, token_ids, logits_of, tmp_path):
     build_awake(family).save_pretrained(tmp_path / "fp32")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "fp32", dtype=torch.bfloat16)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    wide = {name for name, parameter in model.named_parameters() if parameter.dtype is not torch.bfloat16}
+    assert wide == mixing_names(model)
     assert_fresh_buffers(model)
     model.save_pretrained(tmp_path / "bf16")
     for kwargs in ({}, {"dtype": "auto"}):
@@ -120,6 +128,61 @@ def test_bf16_checkpoint(family, build_awake, token_ids, logits_of, tmp_path):
         assert_fresh_buffers(loaded)
         ids = token_ids(2, 12)
         assert torch.equal(logits_of(loaded, ids), logits_of(model, ids))
+
+
+def cast(model, family, folder):
+    model.bfloat16()
+    return model
+
+
+def cast_by_its_data_type(model, family, folder):
+    return model.to("cpu", torch.float16)
+
+
+def loaded(model, family, folder):
+    model.save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+
+
+def loaded_in_half_precision(model, family, folder):
+    model.save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float16)
+
+
+def saved_again(model, family, folder):
+    loaded(model, family, folder / "first").save_pretrained(folder / "second")
+    return AutoModelForCausalLM.from_pretrained(folder / "second", dtype="auto")
+
+
+def copied(model, family, folder):
+    return copy.deepcopy(model.bfloat16())
+
+
+@pytest.mark.parametrize("low", [cast, cast_by_its_data_type, loaded, loaded_in_half_precision, saved_again, copied])
+def test_mixing_parameters_are_not_rounded(family, low, build_awake, tmp_path):
+    model = build_awake(family)
+    names = mixing_names(model)
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = low(model, family, tmp_path).state_dict()
+    assert {name for name, tensor in state.items() if tensor.dtype is torch.float32} == names
+    assert [name for name in names if not torch.equal(state[name], expected[name])] == []
+
+
+def test_mixing_parameters_of_a_new_low_precision_model(family, tiny, tmp_path):
+    """As built, and where the file has none of them, which the host library fills in after it has read the file."""
+    config = family.head.config_class(**tiny, **family.defaults)
+    expected = family.head(config)
+    names = mixing_names(expected)
+    expected.save_pretrained(tmp_path)
+    built = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    loaded_from_vanilla = None
+    if family.fresh_is_vanilla:
+        family.vanilla(family.vanilla.config_class(**tiny)).save_pretrained(tmp_path)
+        loaded_from_vanilla = family.head.from_pretrained(tmp_path, dtype=torch.bfloat16, **family.defaults)
+    for model in filter(None, (built, loaded_from_vanilla)):
+        state = model.state_dict()
+        assert {name for name, tensor in state.items() if tensor.dtype is torch.float32} == names
+        assert [name for name in names if not torch.equal(state[name], expected.state_dict()[name])] == []
 
 
 def test_cast_keeps_rotary_tables_as_the_vanilla_model_does(family, build_awake, vanilla_twin):

@@ -6,6 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer, TrainingArguments
 
+from depthmix.modeling.depth_modeling_common import MixingModule
+
 
 # the first from transformers 5.23 on
 WORDS = ("activation", "gradient")
@@ -70,6 +72,40 @@ def test_accumulated_batches_have_the_loss_of_one(family, labelled, build_awake,
     assert accumulated["grad_norm"] == pytest.approx(at_once["grad_norm"], rel=1e-3)
     for parameter, expected in zip(*(model.parameters() for model in models), strict=True):
         assert torch.allclose(parameter, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["all weights", "beside LoRA"])
+def test_mixing_parameters_move_in_a_low_precision_model(family, adapter, tiny, rows, train, tmp_path):
+    """As many entries of them as in an fp32 model, at the Trainer's own rate, also after saving and loading."""
+    peft = pytest.importorskip("peft")
+    fields = family.densest | family.defaults | {"num_hidden_layers": 3, "initializer_range": 0.02}
+    fresh = family.head(family.head.config_class(**tiny | fields))
+    if not any(isinstance(module, MixingModule) for module in fresh.modules()):
+        pytest.skip("this family has no mixing parameters")
+    fresh.save_pretrained(tmp_path / "fresh")
+    moved = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "fresh", dtype=dtype)
+        parts = {name for name, module in model.named_modules() if isinstance(module, MixingModule)}
+        before = {n: p.detach().clone() for n, p in model.named_parameters() if n.rpartition(".")[0] in parts}
+        trained = model
+        if adapter:
+            names = [name for name in family.own_modules if any(part.endswith(name) for part in parts)]
+            lora = peft.LoraConfig(target_modules=["v_proj"], modules_to_save=names, task_type="CAUSAL_LM")
+            trained = peft.get_peft_model(model, lora)
+        train(trained, rows(4), max_steps=30, learning_rate=5e-5, optim="adamw_torch", lr_scheduler_type="linear")
+        if adapter:
+            trained.save_pretrained(tmp_path / "adapter")
+            base = AutoModelForCausalLM.from_pretrained(tmp_path / "fresh", dtype=dtype)
+            model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()
+        model.save_pretrained(tmp_path / "tuned")
+        after = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned", dtype="auto").state_dict()
+        moved[dtype] = {name: int((after[name] != tensor).sum()) for name, tensor in before.items()}
+    assert sum(moved[torch.float32].values()) > 0
+    # gradients of zero and of rounding size are not the same in both
+    settled = {n for n, count in moved[torch.float32].items() if count == before[n].numel() and not family.is_idle(n)}
+    assert len(settled) > len(before) / 2
+    assert {n: moved[torch.bfloat16][n] for n in settled if moved[torch.bfloat16][n] < 0.99 * before[n].numel()} == {}
 
 
 @pytest.mark.parametrize("initializer_range", [0.02, 0.15], ids=["fresh", "awake"])
