@@ -36,6 +36,7 @@ from depthmix.modeling import (
     MoDAOlmo2Model,
     MoDAOlmo2PreTrainedModel,
 )
+from depthmix.optimizer import optimizer_groups
 from depthmix.version import __version__
 
 
@@ -68,4 +69,5 @@ __all__ = [
     "MoDAOlmo2Model",
     "MoDAOlmo2PreTrainedModel",
     "__version__",
+    "optimizer_groups",
 ]

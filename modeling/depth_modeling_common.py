@@ -147,7 +147,12 @@ class MixingModule(nn.Module):
     There are few of them, their values are large beside a step of training, and in 16 bits most steps would be
     rounded away. So they are fp32 wherever the model is built, loaded or cast in fp16 or bf16, and the operations take
     them as such beside activations of another dtype.
+
+    Weight decay would pull them to zero, which is no special value of them, unlike of a matrix: what decays all the
+    same is named in `decayed_parameters`.
     """
+
+    decayed_parameters: tuple[str, ...] = ()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if param is not None and param.dtype in LOW_PRECISION:

@@ -72,6 +72,8 @@ class MHCConnection(MixingModule):
     vanilla decoder.
     """
 
+    decayed_parameters = ("projection",)
+
     def __init__(self, config: MHCConfig):
         super().__init__()
         check_implementation(config.depth_impl, "hyper_connection_read")
