@@ -15,6 +15,10 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.olmo2.modeling_olmo2 import Olmo2MLP, Olmo2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, apply_rotary_pos_emb
@@ -373,10 +377,24 @@ class DepthCausalLMOutputWithPast(CausalLMOutputWithPast):
     depth_weights: tuple[torch.Tensor, ...] | None = None
 
 
+def enter_table(table: dict[str, str], model_class: type) -> None:
+    """
+    Enters a class into a table of class names of the host library. The Trainer goes by these when it shifts labels for
+    label smoothing, servers, pipelines and model cards when they ask what a model does. The Auto classes' registration
+    does not reach them, nor does it know subclasses, those of FSDP2 among them, or the code of saved models.
+    """
+    # a model type as the key would be taken for one that the Auto classes look up
+    table[model_class.__name__] = model_class.__name__
+
+
 class DepthCausalLM:
     """A language-model head on a base model, which a family sets as `model_class`. It hands on the depth weights."""
 
     model_class: type[PreTrainedModel]
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        enter_table(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, cls)
 
     def __init__(self, config: PreTrainedConfig):
         # not the constructor of a stock head, which would build and initialise a stock base model first
@@ -427,6 +445,10 @@ class DepthSequenceClassification(GenericForSequenceClassification):
     """A generic classifier on a base model, set as `model_class`, without a place for depth weights in its outputs."""
 
     model_class: type[PreTrainedModel]
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        enter_table(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES, cls)
 
     def __init__(self, config: PreTrainedConfig):
         # the generic constructor would look the base model up in the Auto classes, where remote code is not registered

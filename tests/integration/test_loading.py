@@ -4,6 +4,7 @@
 import copy
 import importlib
 import json
+import logging
 
 import pytest
 import torch
@@ -230,7 +231,14 @@ def test_stock_names_keep_their_meaning(family, build_awake, vanilla_twin, token
     assert list((tmp_path / "vanilla").glob("*.py")) == []
 
 
-def test_text_generation_pipeline(family, build_awake, tmp_path):
+@pytest.fixture
+def tell_unsupported_classes(caplog, monkeypatch):
+    """Pipelines only log it when a class is in none of the host library's tables."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    return lambda: [message for message in caplog.messages if "is not supported for" in message]
+
+
+def test_pipelines(family, build_awake, tmp_path, tell_unsupported_classes):
     model = build_awake(family)
     words = ["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(3, model.config.vocab_size))]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
@@ -247,3 +255,11 @@ def test_text_generation_pipeline(family, build_awake, tmp_path):
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
         expected = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
         assert result["generated_text"].split() == tokenizer.decode(expected, skip_special_tokens=True).split()
+
+    classifier = family.classifier(family.head.config_class.from_dict(model.config.to_dict() | {"num_labels": 3}))
+    scores = pipeline("text-classification", model=classifier.eval(), tokenizer=tokenizer, device="cpu", top_k=None)
+    assert [len(found) for found in scores(prompts)] == [3, 3]
+    assert tell_unsupported_classes() == []
+    # the control
+    pipeline("text-generation", model=classifier, tokenizer=tokenizer, device="cpu")
+    assert len(tell_unsupported_classes()) == 1

@@ -74,6 +74,42 @@ def test_accumulated_batches_have_the_loss_of_one(family, labelled, build_awake,
         assert torch.allclose(parameter, expected, atol=1e-5)
 
 
+def smoothed_loss(logits, labels, factor):
+    """Cross entropy with the next token, of which each target gives a part to all tokens alike."""
+    logits, labels = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return torch.nn.functional.cross_entropy(logits, labels, label_smoothing=factor)
+
+
+def as_it_is(model):
+    return model
+
+
+def subclassed(model):
+    class NamedOtherwise(type(model)):
+        pass
+
+    model.__class__ = NamedOtherwise
+    return model
+
+
+def with_lora(model):
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["v_proj"], task_type="CAUSAL_LM"))
+
+
+@pytest.mark.parametrize("wrap", [as_it_is, subclassed, with_lora])
+def test_label_smoothing_is_of_the_next_token(family, wrap, build_awake, rows, train):
+    model = build_awake(family)
+    data = rows(2, (9, 4))
+    ids, labels = (torch.stack([row[name] for row in data]) for name in ("input_ids", "labels"))
+    with torch.no_grad():
+        expected = smoothed_loss(model(ids).logits, labels, 0.1)
+    trainer = train(
+        wrap(model), data, max_steps=1, label_smoothing_factor=0.1, per_device_train_batch_size=2, learning_rate=0.0
+    )
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(expected.item(), rel=1e-4)
+
+
 @pytest.mark.parametrize("adapter", [False, True], ids=["all weights", "beside LoRA"])
 def test_mixing_parameters_move_in_a_low_precision_model(family, adapter, tiny, rows, train, tmp_path):
     """As many entries of them as in an fp32 model, at the Trainer's own rate, also after saving and loading."""
