@@ -34,7 +34,7 @@ def vanilla_note(config: MHCConfig) -> str:
     """Whether the function of a vanilla source is kept."""
     return (
         "The converted model computes what the vanilla checkpoint does, up to rounding: the part of its maps that "
-        "depends on the streams is zero, the streams are equal, and each gets what a sub-layer gives once."
+        "depends on the streams is zero, and what its sub-layers read is the average of the streams."
     )
 
 

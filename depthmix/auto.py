@@ -4,6 +4,7 @@
 import transformers
 
 from depthmix.families import FAMILIES, HEADS
+from depthmix.host_tables import register_past_auto_classes
 from depthmix.hub import ship_remote_code
 
 
@@ -28,3 +29,4 @@ def register() -> None:
         for auto_class, model_class in classes.items():
             getattr(transformers, auto_class).register(config_class, model_class, exist_ok=True)
         ship_remote_code(config_class, auto_map)
+    register_past_auto_classes()

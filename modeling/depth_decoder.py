@@ -28,6 +28,10 @@ from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
@@ -267,6 +271,16 @@ class DepthCausalLMOutputWithPast(MoeCausalLMOutputWithPast):
     depth_weights: tuple[torch.Tensor, ...] | None = None
 
 
+def enter_table(table: dict[str, str], model_class: type) -> None:
+    """
+    Enters a class into a table of class names of the host library. The Trainer goes by these when it shifts labels for
+    label smoothing, servers, pipelines and model cards when they ask what a model does. The Auto classes' registration
+    does not reach them, nor does it know subclasses, those of FSDP2 among them, or the code of saved models.
+    """
+    # a model type as the key would be taken for one that the Auto classes look up
+    table[model_class.__name__] = model_class.__name__
+
+
 class DepthCausalLM:
     """
     A language-model head on a base model. Its forward takes what those of the stock heads take, the KV cache under
@@ -276,6 +290,10 @@ class DepthCausalLM:
     model_class: ClassVar[type[PreTrainedModel]]
     # of a backbone with experts whose head adds their auxiliary loss
     load_balancing_loss: ClassVar[Callable | None] = None
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        enter_table(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, cls)
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config)
@@ -338,6 +356,10 @@ class DepthSequenceClassification(GenericForSequenceClassification):
     """
 
     model_class: ClassVar[type[PreTrainedModel]]
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        enter_table(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES, cls)
 
     def __init__(self, config: PreTrainedConfig):
         # the generic constructor would look the base model up in the Auto classes, where remote code is not registered

@@ -26,10 +26,11 @@ from depthmix.kernels.depth_dispatch import check_implementation
 from .decoder_layers import DecoderLayer
 from .depth_decoder import DepthDecoderModel, DepthPreTrainedModel, Ledger, ModelClasses
 from .lent_weights import has_hooks, is_bare, runs_plainly
+from .mixing_modules import MixingModule
 from .transformers_versions import accepts_both_cache_names
 
 
-class AttnResKeyNorm(nn.Module):
+class AttnResKeyNorm(MixingModule):
     """The gain of the RMS norm of a mixer's keys. The norm itself is part of the operation."""
 
     def __init__(self, hidden_size: int):
@@ -40,7 +41,7 @@ class AttnResKeyNorm(nn.Module):
         return self.weight
 
 
-class AttnResMixer(nn.Module):
+class AttnResMixer(MixingModule):
     """The mix of sources that one sub-layer, or the final norm, reads."""
 
     def __init__(self, config: PreTrainedConfig):
@@ -50,8 +51,8 @@ class AttnResMixer(nn.Module):
         self.norm = AttnResKeyNorm(config.hidden_size)
         self.recency_bias_start = config.recency_bias_start
         # of shape [1], since FSDP2 shards no scalars
-        bias = nn.Parameter(torch.full((1,), self.recency_bias_start)) if config.attnres_recency_bias else None
-        self.register_parameter("recency_bias", bias)
+        bias = torch.full((1,), float(self.recency_bias_start), dtype=torch.float32)
+        self.register_parameter("recency_bias", nn.Parameter(bias) if config.attnres_recency_bias else None)
         self.scale = config.attnres_scale
         self.eps = config.rms_norm_eps
         self.impl = config.depth_impl

@@ -19,10 +19,11 @@ from depthmix.kernels.depth_dispatch import check_implementation
 
 from .decoder_layers import DecoderLayer
 from .depth_decoder import DepthDecoderModel, DepthPreTrainedModel, Ledger, ModelClasses
+from .mixing_modules import MixingModule
 from .transformers_versions import accepts_both_cache_names
 
 
-class DepthAverage(nn.Module):
+class DepthAverage(MixingModule):
     """The weights of an average, oldest source first. They start as those of the last source alone."""
 
     def __init__(self, num_sources: int, impl: str):
@@ -33,7 +34,7 @@ class DepthAverage(nn.Module):
 
     @staticmethod
     def identity(num_sources: int) -> torch.Tensor:
-        return (torch.arange(num_sources) == num_sources - 1).to(torch.get_default_dtype())
+        return (torch.arange(num_sources) == num_sources - 1).float()
 
     def forward(self, *sources: torch.Tensor) -> torch.Tensor:
         return depth_average(sources, self.weight, impl=self.impl)

@@ -4,6 +4,9 @@ Manifold-constrained hyper-connections (mHC, arXiv 2512.24880).
 
 The hidden states that travel from layer to layer are several residual streams, `[B, T, streams, hidden]`. They start
 as copies of the embedding, and the final norm reads an average of them.
+
+In a new model the average of the streams is the residual stream of the vanilla decoder, but they are not equal: if all
+connections treated all streams alike, so would all gradients, and no training could make the streams differ.
 """
 
 import math
@@ -20,20 +23,43 @@ from depthmix.kernels.hyper_connection_op import hyper_connection_read, hyper_co
 
 from .decoder_layers import DecoderLayer
 from .depth_decoder import DepthDecoderModel, DepthPreTrainedModel, Ledger, ModelClasses
+from .mixing_modules import MixingModule
 from .transformers_versions import accepts_both_cache_names
 
 
 # the start of the residual matrix: this on the diagonal, and the rest of one beside it
 DIAGONAL_START = 0.99
+# how far the shares of the streams start from equal ones, as a part of these
+UNEQUAL_START = 0.5
 
 
-class MHCConnection(nn.Module):
+def start_shares(streams: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    With which weight a new model reads each stream, `[streams]` with the sum 1, and how much of a sub-layer's output
+    it writes to each, `[streams]` with the mean 1.
+
+    Writes differ within pairs of streams and reads between pairs. What the streams have beyond their average has
+    opposite signs within a pair, and a read weighs both alike: so it gets the average. Two streams are one pair, and
+    are read alike until the first step of training.
+    """
+    pairs = torch.arange(streams) // 2
+    writes = 1 - 2 * (torch.arange(streams) % 2).float()
+    if streams % 2:
+        writes[-1] = 0
+    reads = pairs.float().mean() - pairs
+    reads = reads / reads.abs().max().clamp(min=0.5)  # all zero with a single pair
+    return (1 + UNEQUAL_START * reads) / streams, 1 + UNEQUAL_START * writes
+
+
+class MHCConnection(MixingModule):
     """
     How a sub-layer reads the residual streams, and how its output is written to them.
 
-    The projection starts at zero, so that the maps start as constants. With them and equal streams the model is the
-    vanilla decoder: it reads the average, and each stream gets the output once.
+    The projection starts at zero, so that the maps start as constants. With those of [`start_shares`] the model is the
+    vanilla decoder.
     """
+
+    decayed_parameters = ("projection",)
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__()
@@ -47,16 +73,17 @@ class MHCConnection(nn.Module):
         self.projection = nn.Parameter(torch.zeros(streams * (streams + 2), streams * config.hidden_size))
         # of shape [1], since FSDP2 shards no scalars
         self.alpha_pre, self.alpha_post, self.alpha_residual = (
-            nn.Parameter(torch.full((1,), float(self.alpha_start))) for _ in range(3)
+            nn.Parameter(torch.full((1,), float(self.alpha_start), dtype=torch.float32)) for _ in range(3)
         )
-        self.pre_logits = nn.Parameter(torch.full((streams,), -math.log(streams - 1)))
-        self.post_logits = nn.Parameter(torch.zeros(streams))
+        reads, writes = start_shares(streams)
+        self.pre_logits = nn.Parameter(torch.logit(reads))
+        self.post_logits = nn.Parameter(torch.logit(writes / 2))
         self.residual_logits = nn.Parameter(self.near_identity(streams))
 
     @staticmethod
     def near_identity(streams: int) -> torch.Tensor:
         beside = math.log((1 - DIAGONAL_START) / (streams - 1))
-        return beside + (math.log(DIAGONAL_START) - beside) * torch.eye(streams)
+        return beside + (math.log(DIAGONAL_START) - beside) * torch.eye(streams, dtype=torch.float32)
 
     def reset(self):
         """What a new connection starts from."""
@@ -65,8 +92,9 @@ class MHCConnection(nn.Module):
         for alpha in (self.alpha_pre, self.alpha_post, self.alpha_residual):
             init.constant_(alpha, self.alpha_start)
         streams = self.pre_logits.numel()
-        init.constant_(self.pre_logits, -math.log(streams - 1))
-        init.zeros_(self.post_logits)
+        reads, writes = start_shares(streams)
+        init.copy_(self.pre_logits, torch.logit(reads))
+        init.copy_(self.post_logits, torch.logit(writes / 2))
         init.copy_(self.residual_logits, self.near_identity(streams))
 
     def forward(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -87,12 +115,16 @@ class MHCConnection(nn.Module):
         )
 
 
-class MHCReadout(nn.Module):
-    """The average of the streams, with learned shares that start equal."""
+class MHCReadout(MixingModule):
+    """The average of the streams, with learned shares that start as those of the reads."""
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__()
-        self.logits = nn.Parameter(torch.zeros(config.mhc_num_streams))
+        self.logits = nn.Parameter(start_shares(config.mhc_num_streams)[0].log())
+
+    def reset(self):
+        """What a new readout starts from."""
+        init.copy_(self.logits, start_shares(self.logits.numel())[0].log())
 
     def forward(self, streams: torch.Tensor) -> torch.Tensor:
         return stream_readout(streams, self.logits)
@@ -131,10 +163,8 @@ class MHCStart(DepthPreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)
-        if isinstance(module, MHCConnection):
+        if isinstance(module, (MHCConnection, MHCReadout)):
             module.reset()
-        elif isinstance(module, MHCReadout):
-            init.zeros_(module.logits)
 
 
 class MHCDecoder(DepthDecoderModel):

@@ -223,9 +223,9 @@ class MoDAAttention(DecoderAttention):
 class MoDALayer(DecoderLayer):
     """
     A decoder layer that makes and reads depth slots. After the hidden states it takes the handle of the depth stream
-    as positional tensors, and after the hidden states it returns the slots that it makes (`key, value` of its attention,
-    then of its feed-forward network): each key `[B, T, Hkv * d]` or `[B, T, Hkv, d]`, and as a value the tensor whose
-    last `Hkv * d` channels are it.
+    as positional tensors, and after the hidden states it returns the slots that it makes (`key, value` of its
+    attention, then of its feed-forward network): each key `[B, T, Hkv * d]` or `[B, T, Hkv, d]`, and as a value the
+    tensor whose last `Hkv * d` channels are it.
     """
 
     attention_class = MoDAAttention

@@ -20,16 +20,19 @@ from depthmix.kernels.depth_dispatch import check_implementation
 
 from .decoder_layers import DecoderAttention, DecoderLayer
 from .depth_decoder import DepthDecoderModel, DepthPreTrainedModel, Ledger, ModelClasses
+from .mixing_modules import MixingModule
 from .transformers_versions import accepts_both_cache_names
 
 
-class ValueMix(nn.Module):
+class ValueMix(MixingModule):
     """The weights of the first layer's value and of the layer's own."""
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__()
         self.impl, self.start = config.depth_impl, config.value_weights_start
-        self.weight = nn.Parameter(torch.tensor(self.start), requires_grad=config.value_residual_learnable)
+        self.weight = nn.Parameter(
+            torch.tensor(self.start, dtype=torch.float32), requires_grad=config.value_residual_learnable
+        )
 
     def forward(self, first_value: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return depth_average((first_value, value), self.weight, impl=self.impl)

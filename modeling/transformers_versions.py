@@ -48,12 +48,21 @@ def accepts_both_cache_names(forward: Callable) -> Callable:
                 kwargs[own_name] = cache
         return forward(self, *args, **kwargs)
 
-    wrapper.__signature__ = signature.replace(
+    # Compilers bind a call by the signature of the function itself. The renamed one therefore belongs to the function
+    # that `inspect.signature` comes to next, and the wrapper shows compilers the arguments that it really has.
+    @functools.wraps(forward)
+    def shown(*args, **kwargs):
+        return forward(*args, **kwargs)
+
+    shown.__signature__ = signature.replace(
         parameters=[
             parameter.replace(name=HOST_CACHE_NAME) if name == own_name else parameter
             for name, parameter in signature.parameters.items()
         ]
     )
+    wrapper.__wrapped__ = shown
+    # `wraps` copies the one that the decorated function may have
+    vars(wrapper).pop("__signature__", None)
     return wrapper
 
 

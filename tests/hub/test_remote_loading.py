@@ -14,6 +14,8 @@ from transformers import (
     AutoModelForSequenceClassification,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Trainer,
+    TrainingArguments,
 )
 
 
@@ -154,3 +156,21 @@ def write_hub_cache(cache, folder):
     for i, file in enumerate(sorted(folder.iterdir())):
         shutil.copyfile(file, blobs / f"{i:040}")
         (snapshot / file.name).symlink_to(f"../../blobs/{i:040}")
+
+
+def smooth_labels(folder, ids, output):
+    """The Trainer's loss with label smoothing, and the same by hand."""
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+    with torch.no_grad():
+        logits = model(ids).logits[:, :-1].flatten(0, 1)
+    expected = torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), label_smoothing=0.1)
+    trainer = Trainer(model, TrainingArguments(output, label_smoothing_factor=0.1, report_to="none", use_cpu=True))
+    with torch.no_grad():
+        loss = trainer.compute_loss(model, {"input_ids": ids, "labels": ids})
+    return {"loss": loss, "expected": expected}
+
+
+def test_label_smoothing_without_package(clean_python, family, build, token_ids, tmp_path):
+    build().save_pretrained(tmp_path / "saved")
+    results = clean_python(smooth_labels, str(tmp_path / "saved"), token_ids(2, 9), str(tmp_path / "run"))
+    torch.testing.assert_close(results["loss"], results["expected"], atol=1e-4, rtol=1e-4)

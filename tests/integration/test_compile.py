@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from torch._dynamo.aot_compile_types import GraphModuleSerializableCallable
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import StaticCache
 
@@ -36,6 +37,39 @@ def test_inference(family, build_awake, token_ids, logits_of, counting):
         ids = token_ids(2, 12, seed=seed)
         assert_close(logits_of(compiled, ids, use_cache=False), logits_of(model, ids, use_cache=False))
     assert counting.frame_count == 1
+
+
+def part_of(model, part):
+    return model.base_model if part == "base_model" else model
+
+
+@pytest.mark.parametrize("part", ["base_model", "head"])
+def test_forward_of_the_class_ahead_of_time(family, part, build_awake, token_ids):
+    """As vLLM compiles it: a function that gets the model as an argument, without guards."""
+    model = part_of(build_awake(family, **family.densest, num_hidden_layers=3), part)
+    keywords = {"position_ids": None, "inputs_embeds": None, "use_cache": False, "return_dict": False}
+    function = torch.compile(
+        type(model).forward,
+        fullgraph=True,
+        backend=lambda graph, inputs: GraphModuleSerializableCallable(graph),
+        options={"guard_filter_fn": lambda guards: [False for _ in guards]},
+    )
+    with torch.no_grad():
+        compiled = function.aot_compile(((model,), {"input_ids": token_ids(1, 12)} | keywords))
+        for seed in (1, 2):
+            keywords["input_ids"] = token_ids(1, 12, seed=seed)
+            assert_close(compiled(model, **keywords)[0], model(**keywords)[0])
+
+
+@pytest.mark.parametrize("part", ["base_model", "head"])
+def test_bound_forward_by_keyword_and_by_position(family, part, build_awake, token_ids, counting):
+    model = part_of(build_awake(family, **family.densest, num_hidden_layers=3), part)
+    compiled = torch.compile(model.forward, fullgraph=True, backend=counting)
+    ids, mask = token_ids(2, 9), torch.ones(2, 9, dtype=torch.long)
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask, use_cache=False)[0]
+        assert_close(compiled(input_ids=ids, attention_mask=mask, use_cache=False)[0], expected)
+        assert_close(compiled(ids, mask, None, None, use_cache=False)[0], expected)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from depthmix.kernels.depth_dispatch import INTERPRETED
+from depthmix.modeling.mixing_modules import MixingModule
 
 
 pytestmark = [pytest.mark.long, pytest.mark.sampled(2)]
@@ -81,3 +85,41 @@ def test_two_processes(family, build_awake, tmp_path, run_two_processes):
 
             assert "pp_size=2: pipeline parallelism is not supported" in results[f"pipeline {name}"]
         assert [message for message in results["warnings"] if "view" in message] == []
+
+
+@pytest.fixture
+def one_process():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("policy", [True, False], ids=["policy", "units of their own"])
+def test_mixing_parameters_move_under_fsdp(family, policy, tiny, token_ids, one_process):
+    """As README says: fp32 with a policy for bf16, or a bf16 model whose mixing modules are units of their own."""
+    fields = tiny | family.defaults | family.densest | {"num_hidden_layers": 3, "initializer_range": 0.02}
+    model = family.head(family.head.config_class(**fields))
+    mixing = {name: module for name, module in model.named_modules() if isinstance(module, MixingModule)}
+    if not mixing:
+        pytest.skip("this family has no mixing parameters")
+    options = {}
+    if policy:
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    else:
+        model.bfloat16()
+        for name, module in mixing.items():
+            if name.rpartition(".")[0] not in mixing:
+                fully_shard(module)
+    for layer in model.model.layers:
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    own = {n: p for n, p in model.named_parameters() if n.rpartition(".")[0] in mixing and not family.is_idle(n)}
+    before = {name: parameter.full_tensor().clone() for name, parameter in own.items()}
+    optimizer = torch.optim.AdamW(own.values(), lr=5e-5, weight_decay=0)
+    for step in range(30):
+        ids = token_ids(2, 9, seed=step % 4)
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    unmoved = {name: int((own[name].full_tensor() == tensor).sum()) for name, tensor in before.items()}
+    assert {n: count for n, count in unmoved.items() if count > 0.01 * before[n].numel()} == {}

@@ -1,8 +1,10 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """Every way of loading gives the saved weights and freshly computed buffers."""
 
+import copy
 import importlib
 import json
+import logging
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from transformers import (
 )
 
 import depthmix
+from depthmix.modeling.mixing_modules import MixingModule
 
 
 def by_class(family, folder):
@@ -108,10 +111,16 @@ def test_sharded_checkpoint(family, pattern, build_awake, token_ids, logits_of, 
     assert torch.equal(logits_of(loaded, ids), logits_of(model, ids))
 
 
+def mixing_names(model):
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, MixingModule)}
+    return {f"{name}.{own}" for name, module in modules.items() for own, _ in module.named_parameters()}
+
+
 def test_bf16_checkpoint(family, build_awake, token_ids, logits_of, tmp_path):
     build_awake(family).save_pretrained(tmp_path / "fp32")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "fp32", dtype=torch.bfloat16)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    wide = {name for name, parameter in model.named_parameters() if parameter.dtype is not torch.bfloat16}
+    assert wide == mixing_names(model)
     assert_fresh_buffers(model)
     model.save_pretrained(tmp_path / "bf16")
     for kwargs in ({}, {"dtype": "auto"}):
@@ -120,6 +129,61 @@ def test_bf16_checkpoint(family, build_awake, token_ids, logits_of, tmp_path):
         assert_fresh_buffers(loaded)
         ids = token_ids(2, 12)
         assert torch.equal(logits_of(loaded, ids), logits_of(model, ids))
+
+
+def cast(model, family, folder):
+    model.bfloat16()
+    return model
+
+
+def cast_by_its_data_type(model, family, folder):
+    return model.to("cpu", torch.float16)
+
+
+def loaded(model, family, folder):
+    model.save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+
+
+def loaded_in_half_precision(model, family, folder):
+    model.save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float16)
+
+
+def saved_again(model, family, folder):
+    loaded(model, family, folder / "first").save_pretrained(folder / "second")
+    return AutoModelForCausalLM.from_pretrained(folder / "second", dtype="auto")
+
+
+def copied(model, family, folder):
+    return copy.deepcopy(model.bfloat16())
+
+
+@pytest.mark.parametrize("low", [cast, cast_by_its_data_type, loaded, loaded_in_half_precision, saved_again, copied])
+def test_mixing_parameters_are_not_rounded(family, low, build_awake, tmp_path):
+    model = build_awake(family)
+    names = mixing_names(model)
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = low(model, family, tmp_path).state_dict()
+    assert {name for name, tensor in state.items() if tensor.dtype is torch.float32} == names
+    assert [name for name in names if not torch.equal(state[name], expected[name])] == []
+
+
+def test_mixing_parameters_of_a_new_low_precision_model(family, tiny, tmp_path):
+    """As built, and where the file has none of them, which the host library fills in after it has read the file."""
+    config = family.head.config_class(**tiny, **family.defaults)
+    expected = family.head(config)
+    names = mixing_names(expected)
+    expected.save_pretrained(tmp_path)
+    built = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    loaded_from_vanilla = None
+    if family.fresh_is_vanilla:
+        family.vanilla(family.vanilla.config_class(**tiny)).save_pretrained(tmp_path)
+        loaded_from_vanilla = family.head.from_pretrained(tmp_path, dtype=torch.bfloat16, **family.defaults)
+    for model in filter(None, (built, loaded_from_vanilla)):
+        state = model.state_dict()
+        assert {name for name, tensor in state.items() if tensor.dtype is torch.float32} == names
+        assert [name for name in names if not torch.equal(state[name], expected.state_dict()[name])] == []
 
 
 def test_cast_keeps_rotary_tables_as_the_vanilla_model_does(family, build_awake, vanilla_twin):
@@ -167,7 +231,14 @@ def test_stock_names_keep_their_meaning(family, build_awake, vanilla_twin, token
     assert list((tmp_path / "vanilla").glob("*.py")) == []
 
 
-def test_text_generation_pipeline(family, build_awake, tmp_path):
+@pytest.fixture
+def tell_unsupported_classes(caplog, monkeypatch):
+    """Pipelines only log it when a class is in none of the host library's tables."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    return lambda: [message for message in caplog.messages if "is not supported for" in message]
+
+
+def test_pipelines(family, build_awake, tmp_path, tell_unsupported_classes):
     model = build_awake(family)
     words = ["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(3, model.config.vocab_size))]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
@@ -184,3 +255,11 @@ def test_text_generation_pipeline(family, build_awake, tmp_path):
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
         expected = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
         assert result["generated_text"].split() == tokenizer.decode(expected, skip_special_tokens=True).split()
+
+    classifier = family.classifier(family.head.config_class.from_dict(model.config.to_dict() | {"num_labels": 3}))
+    scores = pipeline("text-classification", model=classifier.eval(), tokenizer=tokenizer, device="cpu", top_k=None)
+    assert [len(found) for found in scores(prompts)] == [3, 3]
+    assert tell_unsupported_classes() == []
+    # the control
+    pipeline("text-generation", model=classifier, tokenizer=tokenizer, device="cpu")
+    assert len(tell_unsupported_classes()) == 1

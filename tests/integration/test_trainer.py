@@ -6,6 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer, TrainingArguments
 
+from depthmix.modeling.mixing_modules import MixingModule
+
 
 # the first from transformers 5.23 on
 WORDS = ("activation", "gradient")
@@ -70,6 +72,76 @@ def test_accumulated_batches_have_the_loss_of_one(family, labelled, build_awake,
     assert accumulated["grad_norm"] == pytest.approx(at_once["grad_norm"], rel=1e-3)
     for parameter, expected in zip(*(model.parameters() for model in models), strict=True):
         assert torch.allclose(parameter, expected, atol=1e-5)
+
+
+def smoothed_loss(logits, labels, factor):
+    """Cross entropy with the next token, of which each target gives a part to all tokens alike."""
+    logits, labels = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return torch.nn.functional.cross_entropy(logits, labels, label_smoothing=factor)
+
+
+def as_it_is(model):
+    return model
+
+
+def subclassed(model):
+    class NamedOtherwise(type(model)):
+        pass
+
+    model.__class__ = NamedOtherwise
+    return model
+
+
+def with_lora(model):
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["v_proj"], task_type="CAUSAL_LM"))
+
+
+@pytest.mark.parametrize("wrap", [as_it_is, subclassed, with_lora])
+def test_label_smoothing_is_of_the_next_token(family, wrap, build_awake, rows, train):
+    model = build_awake(family)
+    data = rows(2, (9, 4))
+    ids, labels = (torch.stack([row[name] for row in data]) for name in ("input_ids", "labels"))
+    with torch.no_grad():
+        expected = smoothed_loss(model(ids).logits, labels, 0.1)
+    trainer = train(
+        wrap(model), data, max_steps=1, label_smoothing_factor=0.1, per_device_train_batch_size=2, learning_rate=0.0
+    )
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(expected.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["all weights", "beside LoRA"])
+def test_mixing_parameters_move_in_a_low_precision_model(family, adapter, tiny, rows, train, tmp_path):
+    """As many entries of them as in an fp32 model, at the Trainer's own rate, also after saving and loading."""
+    peft = pytest.importorskip("peft")
+    fields = family.densest | family.defaults | {"num_hidden_layers": 3, "initializer_range": 0.02}
+    fresh = family.head(family.head.config_class(**tiny | fields))
+    if not any(isinstance(module, MixingModule) for module in fresh.modules()):
+        pytest.skip("this family has no mixing parameters")
+    fresh.save_pretrained(tmp_path / "fresh")
+    moved = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "fresh", dtype=dtype)
+        parts = {name for name, module in model.named_modules() if isinstance(module, MixingModule)}
+        before = {n: p.detach().clone() for n, p in model.named_parameters() if n.rpartition(".")[0] in parts}
+        trained = model
+        if adapter:
+            names = [name for name in family.own_modules if any(part.endswith(name) for part in parts)]
+            lora = peft.LoraConfig(target_modules=["v_proj"], modules_to_save=names, task_type="CAUSAL_LM")
+            trained = peft.get_peft_model(model, lora)
+        train(trained, rows(4), max_steps=30, learning_rate=5e-5, optim="adamw_torch", lr_scheduler_type="linear")
+        if adapter:
+            trained.save_pretrained(tmp_path / "adapter")
+            base = AutoModelForCausalLM.from_pretrained(tmp_path / "fresh", dtype=dtype)
+            model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()
+        model.save_pretrained(tmp_path / "tuned")
+        after = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned", dtype="auto").state_dict()
+        moved[dtype] = {name: int((after[name] != tensor).sum()) for name, tensor in before.items()}
+    assert sum(moved[torch.float32].values()) > 0
+    # gradients of zero and of rounding size are not the same in both
+    settled = {n for n, count in moved[torch.float32].items() if count == before[n].numel() and not family.is_idle(n)}
+    assert len(settled) > len(before) / 2
+    assert {n: moved[torch.bfloat16][n] for n in settled if moved[torch.bfloat16][n] < 0.99 * before[n].numel()} == {}
 
 
 @pytest.mark.parametrize("initializer_range", [0.02, 0.15], ids=["fresh", "awake"])

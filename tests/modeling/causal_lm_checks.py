@@ -198,6 +198,9 @@ class CausalLMChecks:
         for each in (type(model), type(model.base_model), self.sequence_classification_class):
             parameters = inspect.signature(each.forward).parameters
             assert HOST_CACHE_NAME in parameters and hidden_name not in parameters
+            # a compiler binds by the function's own signature, and a server reads the innermost function's source
+            assert "__signature__" not in vars(each.forward)
+            assert f"def {each.forward.__name__}(" in inspect.getsource(inspect.unwrap(each.forward))
             # `generate` and the Trainer look for these
             assert {"input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache"} <= set(parameters)
         assert {"labels", "logits_to_keep"} <= set(inspect.signature(type(model).forward).parameters)

@@ -2,14 +2,16 @@
 """mHC inside transformers: the checks of every causal language model, and what is its own."""
 
 import functools
+import math
 
 import pytest
 import torch
 from causal_lm_checks import CausalLMChecks, assert_close, assert_trains_and_decodes_alike
+from float64_checks import exact
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from depthmix import MHCConfig, MHCForCausalLM, MHCForSequenceClassification
-from depthmix.modeling.modeling_mhc import MHCConnection, MHCReadout
+from depthmix.modeling.modeling_mhc import MHCConnection, MHCReadout, start_shares
 
 
 LLAMA = {"use_qk_norm": False, "attention_bias": True, "mlp_bias": True}
@@ -43,16 +45,14 @@ class TestCausalLM(CausalLMChecks):
 @torch.no_grad()
 def put_to_sleep(model):
     for module in model.modules():
-        if isinstance(module, MHCConnection):
+        if isinstance(module, MHCConnection | MHCReadout):
             module.reset()
-        elif isinstance(module, MHCReadout):
-            module.logits.zero_()
     return model
 
 
 class TestStart:
     @pytest.mark.parametrize("backbone", [{}, {"use_qk_norm": False}, LLAMA, SLIDING | {"tie_word_embeddings": True}])
-    @pytest.mark.parametrize("streams", [2, 4])
+    @pytest.mark.parametrize("streams", [2, 3, 4, 5])
     def test_is_vanilla(self, build, vanilla_twin, token_ids, assert_awake, backbone, streams):
         model = build(**backbone, mhc_num_streams=streams)
         assert_awake(model)
@@ -81,23 +81,60 @@ class TestStart:
             "alpha_pre": torch.tensor([0.5]),
             "alpha_post": torch.tensor([0.5]),
             "alpha_residual": torch.tensor([0.5]),
-            "pre_logits": torch.logit(torch.full((4,), 0.25)),
-            "post_logits": torch.zeros(4),
+            "pre_logits": torch.logit(torch.tensor([0.375, 0.375, 0.125, 0.125])),
+            "post_logits": torch.tensor([1.0, -1.0, 1.0, -1.0]) * math.log(3),
             "residual_logits": torch.log(0.01 / 3 + (0.99 - 0.01 / 3) * torch.eye(4)),
         }
         connections = [f"model.layers.{i}.{site}_connection" for i in range(4) for site in ("attn", "mlp")]
         expected = {f"{connection}.{name}": value for connection in connections for name, value in start.items()}
-        expected["model.stream_readout.logits"] = torch.zeros(4)
+        expected["model.stream_readout.logits"] = torch.log(torch.tensor([0.375, 0.375, 0.125, 0.125]))
         assert state.keys() - stock.keys() == expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(state[name], value, msg=name)
 
-    def test_maps_learn_from_there(self, tiny, token_ids):
-        model = MHCForCausalLM(MHCConfig(**tiny))
-        model(token_ids(2, 9), labels=token_ids(2, 9)).loss.backward()
-        for name, module in model.named_modules():
-            if isinstance(module, MHCConnection):
-                assert module.projection.grad.abs().max() > 0, name
+    @pytest.mark.parametrize("streams", range(2, 10))
+    def test_shares(self, streams):
+        reads, writes = start_shares(streams)
+        excess = writes - 1
+        for zero in (reads.sum() - 1, excess.sum(), reads @ excess):
+            assert zero.abs() < 1e-6
+        assert reads.min() > 0 and writes.min() > 0 and writes.max() < 2
+        # no two streams are treated alike, but for the reads of a single pair
+        assert len(set(zip(reads.tolist(), writes.tolist(), strict=True))) == streams
+        assert (len(set(reads.tolist())) > 1) == (streams > 2)
+
+    @pytest.mark.parametrize("from_vanilla", [False, True], ids=["new", "from vanilla"])
+    @pytest.mark.parametrize("fields", [{}, {"mhc_num_streams": 3, "mhc_sinkhorn_order": "rows_first"}])
+    def test_streams_are_put_to_use(self, tiny, tmp_path, token_ids, from_vanilla, fields):
+        """In float64, where no rounding hides that a symmetry keeps parameters from moving."""
+        fields = fields | {"mhc_sinkhorn_iters": 5}
+        tiny |= {"num_hidden_layers": 2}
+        if from_vanilla:
+            Qwen3ForCausalLM(Qwen3Config(**tiny)).save_pretrained(tmp_path)
+            model = MHCForCausalLM.from_pretrained(tmp_path, **fields)
+        else:
+            model = MHCForCausalLM(MHCConfig(**tiny, **fields))
+        model, last_streams = exact(model), []
+        own = {n: p for n, p in model.named_parameters() if "_connection." in n or "readout" in n}
+        before = {name: parameter.detach().clone() for name, parameter in own.items()}
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0)
+        model.model.layers[-1].register_forward_hook(lambda module, args, output: last_streams.append(output))
+        for step in range(50):
+            ids = token_ids(2, 9, seed=step)
+            model(ids, labels=ids, use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for streams in (last_streams[0], last_streams[-1]):
+            spread = streams - streams.mean(-2, keepdim=True)
+            assert spread.norm() > 0.05 * streams.norm()
+        moved = {name: (parameter - before[name]).abs().max().item() for name, parameter in own.items()}
+        # the streams are equal before the first sub-layer, and mixing equal streams changes nothing
+        first = "model.layers.0.attn_connection."
+        idle = {first + "alpha_residual", first + "residual_logits"}
+        if model.config.mhc_sinkhorn_order == "rows_first":
+            # up to how far the iterations are from their end
+            idle.clear()
+        assert {name for name, distance in moved.items() if distance < 1e-6} == idle
 
     def test_parameters_that_a_checkpoint_does_not_have(self, tiny, tmp_path):
         """What a constructor puts into a parameter is gone by the time the checkpoint has been read."""

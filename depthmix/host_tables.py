@@ -1,0 +1,63 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""What the host library decides past its Auto classes, and what this package adds there when it is imported."""
+
+import functools
+import importlib.util
+import sys
+from collections.abc import Callable
+from importlib.abc import MetaPathFinder
+from types import ModuleType
+
+from depthmix.optimizer import mixing_parameters
+
+
+class _AfterImport(MetaPathFinder):
+    """Calls a function with a module once that has been imported. It finds nothing by itself."""
+
+    def __init__(self, module: str, function: Callable[[ModuleType], None]):
+        self.module, self.function = module, function
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname != self.module:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            self.function(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+def after_import(module: str, function: Callable[[ModuleType], None]) -> None:
+    """Calls `function(module)` now if the module has been imported, or else as soon as it is."""
+    if module in sys.modules:
+        function(sys.modules[module])
+    else:
+        sys.meta_path.insert(0, _AfterImport(module, function))
+
+
+def exempt_from_decay(trainer_module: ModuleType) -> None:
+    """
+    Takes what must not decay out of what `Trainer.get_decay_parameter_names` returns. The host library goes by names
+    such as `bias` and `norm`. Doing it again changes nothing.
+    """
+    original = trainer_module.Trainer.get_decay_parameter_names
+    if hasattr(original, "knows_mixing_parameters"):
+        return
+
+    @functools.wraps(original)
+    def get_decay_parameter_names(self, model) -> list[str]:
+        exempt = {name for name, decays in mixing_parameters(model).items() if not decays}
+        return [name for name in original(self, model) if name not in exempt]
+
+    get_decay_parameter_names.knows_mixing_parameters = True
+    trainer_module.Trainer.get_decay_parameter_names = get_decay_parameter_names
+
+
+def register_past_auto_classes() -> None:
+    """Part of `depthmix.auto.register`."""
+    after_import("transformers.trainer", exempt_from_decay)
