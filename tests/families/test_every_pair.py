@@ -75,7 +75,8 @@ AWAKE_FIELDS = {
     "value_residual": {},
 }
 # the recurrence of Kimi Linear adds up in another order with a cache
-TOLERANCE = {"kimi_linear": 5e-5, "qwen3_moe": 3e-5, "olmoe": 3e-5}
+# and the tied embeddings of SmolLM3 make large logits
+TOLERANCE = {"kimi_linear": 5e-5, "qwen3_moe": 3e-5, "olmoe": 3e-5, "smollm3": 1e-4}
 # one pair of each method on its first backbone is checked elsewhere in depth; these are all
 EVERY_PAIR = pytest.mark.parametrize("pair", FAMILIES.values(), ids=FAMILIES)
 
@@ -131,7 +132,8 @@ def test_without_mixing_it_is_the_vanilla_model(pair):
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
     results = [each(ids, attention_mask=mask, labels=ids) for each in (ours, stock)]
-    tolerance = 2e-5 if pair.method in ROUNDED or pair.backbone.has_experts else 0
+    rounds = pair.method in ROUNDED or pair.backbone.has_experts
+    tolerance = TOLERANCE.get(pair.backbone.model_type, 2e-5) if rounds else 0
     for name in ("logits", "loss", "aux_loss"):
         if getattr(results[1], name, None) is not None:
             torch.testing.assert_close(getattr(results[0], name), getattr(results[1], name), atol=tolerance, rtol=0)
@@ -170,7 +172,10 @@ def test_padded_equals_unpadded(pair, awake):
     rows = [ids_of(1, 3), ids_of(1, 10, seed=2)]
     ids = torch.cat([nn.functional.pad(row, (10 - row.shape[1], 0)) for row in rows])
     mask = (torch.arange(10) >= torch.tensor([[7], [0]])).long()
-    logits = awake(ids, attention_mask=mask).logits
+    # rotated keys meet queries of layers that do not rotate there, so that positions have to be the real ones
+    is_absolute = pair.model_type == "depth_smollm3"
+    positions = {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)} if is_absolute else {}
+    logits = awake(ids, attention_mask=mask, **positions).logits
     tolerance = TOLERANCE.get(pair.backbone.model_type, 2e-5)
     for b, row in enumerate(rows):
         torch.testing.assert_close(logits[b, -row.shape[1] :], awake(row).logits[0], atol=tolerance, rtol=0)
@@ -216,5 +221,8 @@ def test_reloaded_is_the_original(pair, awake, tmp_path):
     } | {key: loaded.config.to_dict().get(key) for key in ("auto_map", "architectures", "dtype")}
     ids = ids_of(2, 9)
     assert torch.equal(loaded(ids).logits, awake(ids).logits)
+    for model in (loaded, awake):
+        # with it, transformers 5.16 cannot generate with the stock models either
+        model.config.output_router_logits = False
     texts = [m.generate(ids, max_new_tokens=5, do_sample=False, eos_token_id=None) for m in (loaded, awake)]
     assert torch.equal(*texts)
