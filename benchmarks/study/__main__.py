@@ -1,7 +1,7 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """
-`python -m benchmarks.study --plan first_look --time-limit 540 --workers 2 --out FOLDER` trains what a plan lists and is
-not finished yet. Each run is a line of FOLDER/runs.csv as soon as it ends.
+`python -m benchmarks.study --plan first_look --time-limit 540 --workers 2 --out FOLDER` trains what a plan lists and
+is not finished yet. Each run is a line of FOLDER/runs.csv as soon as it ends.
 """
 
 import argparse

@@ -7,15 +7,18 @@ line that was seen before; short ones stay, since without them code falls apart.
 long line of it is in the training text. The tokenizer, a byte-level BPE, is trained on the training text only.
 """
 
+import contextlib
 import hashlib
 import json
+import multiprocessing
 import os
 import re
 import shutil
 import sysconfig
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -116,8 +119,8 @@ def split_packages(sizes: dict[str, int], split: Split) -> tuple[list[str], list
             taken += sizes[package]
     if not held_out or len(held_out) == len(sizes):
         raise ValueError(
-            f"held_out={split.held_out}, largest={split.largest}: {len(sizes)} packages cannot be split so; one at least "
-            "must be held out and one left."
+            f"held_out={split.held_out}, largest={split.largest}: {len(sizes)} packages cannot be split so; at least "
+            "one must be held out and one left."
         )
     return sorted(set(sizes) - set(held_out)), sorted(held_out)
 
@@ -132,27 +135,43 @@ def read_text(path: Path) -> str:
         return ""
 
 
-def documents(paths: Iterable[Path], seen: set[bytes | int]) -> Iterator[str]:
-    """The texts of files without what was seen before, which is remembered in `seen`."""
-    with ThreadPoolExecutor(4) as pool:
-        for text in pool.map(read_text, paths):
-            digest = hashlib.sha256(text.encode()).digest()
-            if digest in seen:
-                continue
-            seen.add(digest)
-            kept = []
-            for line in text.split("\n"):
-                stripped = line.strip()
-                if len(stripped) >= LONG_LINE:
-                    # the interpreter's hash differs from run to run, which matters to nothing but memory
-                    key = hash(stripped)
-                    if key in seen:
-                        continue
-                    seen.add(key)
-                kept.append(line.rstrip())
-            text = "\n".join(kept).strip("\n")
-            if len(text) >= SHORTEST_DOCUMENT:
-                yield text + "\n"
+def kept_lines(text: str) -> tuple[list[str], list[int]]:
+    """A text's lines without spaces at their ends, and the places of the long ones among them."""
+    lines = [line.rstrip() for line in text.split("\n")]
+    return lines, [place for place, line in enumerate(lines) if len(line.lstrip()) >= LONG_LINE]
+
+
+def fingerprints(path: Path) -> tuple[bytes, np.ndarray]:
+    """Hashes of a file's text, and of its long lines."""
+    text = read_text(path)
+    lines, places = kept_lines(text)
+    hashes = b"".join(hashlib.blake2b(lines[place].lstrip().encode(), digest_size=8).digest() for place in places)
+    return hashlib.sha256(text.encode()).digest(), np.frombuffer(hashes, dtype=np.int64)
+
+
+def first_occurrences(found: list[tuple[bytes, np.ndarray]]) -> list[np.ndarray | None]:
+    """
+    For each file, in their order, which of its long lines no file before it has; None for a file that is a copy.
+    """
+    seen: set[bytes] = set()
+    is_copy = [digest in seen or seen.add(digest) is not None for digest, _ in found]
+    lengths = [0 if copied else len(hashes) for copied, (_, hashes) in zip(is_copy, found, strict=True)]
+    all_hashes = [hashes for copied, (_, hashes) in zip(is_copy, found, strict=True) if not copied]
+    hashes = np.concatenate([np.zeros(0, dtype=np.int64), *all_hashes])
+    is_first = np.zeros(len(hashes), dtype=bool)
+    is_first[np.unique(hashes, return_index=True)[1]] = True
+    ends = np.cumsum([0, *lengths])
+    return [None if copied else is_first[ends[i] : ends[i + 1]] for i, copied in enumerate(is_copy)]
+
+
+def document(path: Path, is_first: np.ndarray | None) -> str:
+    """The text of a file without the long lines that are not to be kept; nothing if too little is left."""
+    if is_first is None:
+        return ""
+    lines, places = kept_lines(read_text(path))
+    dropped = {place for place, keep in zip(places, is_first, strict=True) if not keep}
+    text = "\n".join(line for place, line in enumerate(lines) if place not in dropped).strip("\n")
+    return text + "\n" if len(text) >= SHORTEST_DOCUMENT else ""
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -177,16 +196,32 @@ def bytes_of_tokens(tokenizer: Tokenizer) -> np.ndarray:
     return lengths
 
 
-def write_tokens(texts: list[str], tokenizer: Tokenizer, path: Path) -> int:
-    """Appends nothing and keeps nothing else in memory: writes the stream of all texts, and returns its length."""
-    end, count = tokenizer.token_to_id(END_OF_TEXT), 0
-    with open(path, "wb") as file:
-        for start in range(0, len(texts), 2048):
-            for encoding in tokenizer.encode_batch_fast(texts[start : start + 2048], add_special_tokens=False):
-                tokens = np.array([*encoding.ids, end], dtype=np.uint16)
-                count += len(tokens)
-                file.write(tokens.tobytes())
-    return count
+def encode(job: tuple[str, list[tuple[Path, np.ndarray | None]]]) -> list[tuple[int, bytes]]:
+    """For each file, with a tokenizer as JSON, the bytes that are left of it and its tokens in 16 bits."""
+    serialised, files = job
+    tokenizer = Tokenizer.from_str(serialised)
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    results = []
+    for path, is_first in files:
+        text = document(path, is_first)
+        tokens = [*tokenizer.encode(text, add_special_tokens=False).ids, end] if text else []
+        results.append((len(text.encode()), np.array(tokens, dtype=np.uint16).tobytes()))
+    return results
+
+
+@contextlib.contextmanager
+def mapper(processes: int) -> Iterator[Callable]:
+    """A `map` over processes, which keeps the order."""
+    if processes == 1:
+        yield map
+        return
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(processes, context, _one_thread_each) as pool:
+        yield partial(pool.map, chunksize=16)
+
+
+def _one_thread_each() -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
 def licences_of(packages: set[str]) -> dict[str, str]:
@@ -210,6 +245,7 @@ def build_corpus(
     split: Split | None = None,
     suffixes: tuple[str, ...] = (".py",),
     sample_bytes: int = 30_000_000,
+    processes: int | None = None,
 ) -> Corpus:
     """
     Builds the corpus in a folder; where it is finished already, reads it. Nothing is left behind by a build that does
@@ -221,38 +257,47 @@ def build_corpus(
     sizes = {package: sum(path.stat().st_size for path in paths) for package, paths in packages.items()}
     training, held_out = split_packages(sizes, split or Split())
     description = Description(vocab_size=vocab_size, bytes_before=sum(sizes.values()))
-    seen: set[bytes | int] = set()
-    texts: dict[str, list[str]] = {"train": [], "held_out": []}
-    for part, names in (("train", training), ("held_out", held_out)):
-        for package in names:
-            found = list(documents(packages[package], seen))
-            count = sum(len(text.encode()) for text in found)
-            if found:
-                getattr(description, f"{part}_packages")[package] = count
-            texts[part] += found
-        setattr(description, f"{part}_bytes", sum(getattr(description, f"{part}_packages").values()))
-        if not texts[part]:
-            raise ValueError(f"There is no text for the {part} part in {', '.join(map(str, roots))}.")
+    files = [(package, path) for package in (*training, *held_out) for path in packages[package]]
+    processes = processes or os.cpu_count() or 1
+    with mapper(processes) as over_files:
+        firsts = first_occurrences(list(over_files(fingerprints, [path for _, path in files])))
+    pairs = [(path, first) for (_, path), first in zip(files, firsts, strict=True)]
+    train_files = sum(package in set(training) for package, _ in files)
 
-    every = max(1, description.train_bytes // sample_bytes)
-    tokenizer = train_tokenizer(texts["train"][::every], vocab_size)
+    # evenly over the packages, by as much as is read rather than what is left of it
+    every = max(1, sum(sizes[package] for package in training) // sample_bytes)
+    tokenizer = train_tokenizer((document(*pair) for pair in pairs[:train_files:every]), vocab_size)
     if tokenizer.get_vocab_size() != vocab_size:
         raise ValueError(
             f"vocab_size={vocab_size}: the text gives {tokenizer.get_vocab_size()} tokens; take that or more text."
         )
-    partial = folder.with_name(f"{folder.name}.partial.{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    tokenizer.save(str(partial / "tokenizer.json"))
+    with mapper(processes) as over_files:
+        chunks = [(tokenizer.to_str(), pairs[start : start + 16]) for start in range(0, len(pairs), 16)]
+        encoded = [result for results in over_files(encode, chunks) for result in results]
+
+    partial_folder = folder.with_name(f"{folder.name}.partial.{os.getpid()}")
+    shutil.rmtree(partial_folder, ignore_errors=True)
+    partial_folder.mkdir(parents=True)
+    tokenizer.save(str(partial_folder / "tokenizer.json"))
     digest = hashlib.sha256()
-    for part in texts:
-        setattr(description, f"{part}_tokens", write_tokens(texts[part], tokenizer, partial / f"{part}.bin"))
-        digest.update((partial / f"{part}.bin").read_bytes())
+    for part, chosen in (("train", slice(0, train_files)), ("held_out", slice(train_files, None))):
+        by_package = getattr(description, f"{part}_packages")
+        with open(partial_folder / f"{part}.bin", "wb") as stream:
+            for (package, _), (size, tokens) in zip(files[chosen], encoded[chosen], strict=True):
+                if size:
+                    by_package[package] = by_package.get(package, 0) + size
+                    digest.update(tokens)
+                    stream.write(tokens)
+            setattr(description, f"{part}_tokens", stream.tell() // 2)
+        setattr(description, f"{part}_bytes", sum(by_package.values()))
+        if not by_package:
+            shutil.rmtree(partial_folder)
+            raise ValueError(f"There is no text for the {part} part in {', '.join(map(str, roots))}.")
     description.checksum = digest.hexdigest()[:16]
     description.licences = licences_of({*training, *held_out})
-    (partial / "corpus.json").write_text(json.dumps(asdict(description), indent=1) + "\n", encoding="utf-8")
+    (partial_folder / "corpus.json").write_text(json.dumps(asdict(description), indent=1) + "\n", encoding="utf-8")
     shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
+    partial_folder.rename(folder)
     return load_corpus(folder)
 
 

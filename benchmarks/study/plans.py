@@ -81,9 +81,7 @@ def expected_seconds(run: Run, rows: Iterable[Row]) -> float:
 def over_rates(systems: Iterable[str], shape: str, recipe: Recipe, seed: int = 0) -> list[Run]:
     """All systems at the first rate, then all at the second: after each round they can be compared."""
     systems = list(systems)
-    return [
-        Run(system, shape, replace(recipe, rate=rate), seed) for rate in rates_of(shape) for system in systems
-    ]
+    return [Run(system, shape, replace(recipe, rate=rate), seed) for rate in rates_of(shape) for system in systems]
 
 
 def rates_of(shape: str) -> tuple[float, ...]:

@@ -58,13 +58,14 @@ class Row:
 
     @property
     def pairs_by(self) -> tuple:
-        """What two runs must share for their difference to be that of their systems (and rates)."""
-        own = ("key", "system", "rate", "parameters", "loss", "bits_per_byte", "train_loss", "seconds", "step_ms")
-        shared = (each.name for each in fields(self) if each.name not in own)
-        return tuple(getattr(self, name) for name in shared if name not in _OF_THE_MACHINE)
+        """What two runs must share for their difference to be that of their systems, and of the systems' rates."""
+        return tuple(getattr(self, name) for name in _SHARED_BY_PAIRS)
 
 
-_OF_THE_MACHINE = ("steps", "peak_gib", "execution", "workers", "gpu", "depthmix", "torch", "transformers", "triton", "date")
+_SHARED_BY_PAIRS = (
+    *("shape", "seed", "tokens", "batch", "length", "vocab_size", "corpus"),
+    *("warm_up", "last", "decay", "beta_1", "beta_2", "clip", "std", "scaled_output", "embedding_std"),
+)
 
 
 def row_of(run: Run, outcome: Outcome, corpus: str, workers: int, environment: dict[str, str]) -> Row:

@@ -92,10 +92,7 @@ class StaticRouting(nn.Module):
         for index, layer in enumerate(model.layers):
             for site, norm in ((2 * index, layer.input_layernorm), (2 * index + 1, layer.post_attention_layernorm)):
                 mixed = norm(self.read(site, finished, current))
-                if site % 2:
-                    update = layer.mlp(mixed)
-                else:
-                    update = self.attend(index, layer, mixed, rotary, values)
+                update = layer.mlp(mixed) if site % 2 else self.attend(index, layer, mixed, rotary, values)
                 current = update.to(embedding.dtype) if current is None else current + update
                 if self.block_size and (site + 1) % self.block_size == 0:
                     finished, current = [*finished, current], None

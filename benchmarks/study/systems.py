@@ -77,9 +77,7 @@ class System:
 
 
 def _strided(stride: Callable[[Shape], int], **others) -> System:
-    return System(
-        lambda shape: {"depth_stride": stride(shape)} | others, "depth_qwen3", returns_weights=True
-    )
+    return System(lambda shape: {"depth_stride": stride(shape)} | others, "depth_qwen3", returns_weights=True)
 
 
 def _sources(shape: Shape) -> list[tuple[int, ...]]:

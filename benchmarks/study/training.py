@@ -152,10 +152,12 @@ def data_order(seed: int, windows: int, count: int) -> torch.Tensor:
 
 
 def parameter_groups(model: nn.Module, decay: float) -> list[dict]:
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    """Matrices decay. Gains, and the logits of static weights, which decay would draw to equality, do not."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    decays = {name for name, p in named if p.ndim > 1 and "_logits." not in name}
     return [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for name, p in named if name in decays], "weight_decay": decay},
+        {"params": [p for name, p in named if name not in decays], "weight_decay": 0.0},
     ]
 
 
@@ -182,9 +184,9 @@ class Trainer:
             )
         recipe = run.recipe
         self.run, self.recipe, self.corpus, self.device, self.execution = run, recipe, corpus, device, execution
-        self.model = build(
-            run.system, run.shape, run.vocab_size, recipe.length, seed=run.seed, start=recipe.start
-        ).to(device)
+        self.model = build(run.system, run.shape, run.vocab_size, recipe.length, seed=run.seed, start=recipe.start).to(
+            device
+        )
         self.on_gpu = torch.device(device).type == "cuda"
         self.optimizer = torch.optim.AdamW(
             parameter_groups(self.model, recipe.decay),
@@ -296,9 +298,7 @@ class Trainer:
             with self.autocast(), self.uncompiled():
                 logits = self.forward(ids).logits
             targets = ids[:, 1:].flatten()
-            nats += functional.cross_entropy(
-                logits[:, :-1].flatten(0, 1).float(), targets, reduction="sum"
-            ).double()
+            nats += functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets, reduction="sum").double()
             count += targets.numel()
             total_bytes += self.token_bytes[targets].sum()
         return nats.item() / count, nats.item() / math.log(2) / int(total_bytes)
