@@ -45,7 +45,6 @@ class Study:
         self.left: list[str] = []
         self.out: Path = arguments.out
         self.corpus = arguments.cache / f"corpus-{self.waiting[0].vocab_size if self.waiting else 2048}"
-        self.environment = environment()
 
     def next_run(self) -> Run | None:
         with self.lock:
@@ -139,6 +138,8 @@ class Study:
         described = asdict(corpus.description)
         (self.out / "corpus.json").write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
         self.checksum = corpus.description.checksum
+        # after the processes that built it: it starts CUDA
+        self.environment = environment()
         print(
             f"Corpus {self.checksum}, {corpus.description.train_tokens / 1e6:.1f}M tokens to train on and "
             f"{corpus.description.held_out_tokens / 1e6:.2f}M held out, after {time.monotonic() - began:.0f} s.",

@@ -104,7 +104,9 @@ def find_packages(roots: Iterable[Path], suffixes: tuple[str, ...] = (".py",)) -
             ]
             for name in files:
                 path = Path(folder, name)
-                if name.endswith(suffixes) and not path.is_symlink():
+                # what says where this package was installed from would make each machine's corpus its own
+                is_link = path.is_symlink() or name.startswith("__editable__")
+                if name.endswith(suffixes) and not is_link:
                     found.setdefault(package_of(path.relative_to(root).parts[0]), set()).add(path)
     return {package: sorted(found[package]) for package in sorted(found)}
 

@@ -5,6 +5,8 @@ Which runs there are, in the order in which they decide something, and what each
 A plan makes its runs from the finished ones: rates and recipes that earlier plans chose are those of later plans.
 """
 
+import math
+import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
@@ -36,6 +38,7 @@ TOKENS_PER_SECOND = {
     "tiny": 2e4,
 }
 RELATIVE_TIME = {
+    "vanilla": 1.0,
     "Depth-Attention 1": 1.3,
     "Depth-Attention static": 1.6,
     "AttnRes block": 1.5,
@@ -49,33 +52,27 @@ RELATIVE_TIME = {
 }
 
 
-def guessed_seconds(run: Run) -> float:
-    """Of a run that has the GPU alone."""
-    relative = RELATIVE_TIME.get(run.system, 1.1)
-    return run.recipe.steps * run.recipe.batch * run.recipe.length * relative / TOKENS_PER_SECOND[run.shape]
+def relative_time(system: str) -> float:
+    return RELATIVE_TIME.get(system, 1.05)
 
 
 def expected_seconds(run: Run, rows: Iterable[Row]) -> float:
     """
-    As long as the same system at this shape took per token, of several the fastest; else the guess, corrected by how
-    the vanilla decoder's was.
+    By the steps of the same system at this shape, of several runs the fastest; else the guess, corrected by how wrong
+    the guesses at this shape were.
     """
-
-    def measured(system: str) -> float | None:
-        same = [
-            row.seconds / (row.steps * row.batch * row.length)
-            for row in rows
-            if (row.system, row.shape) == (system, run.shape)
-        ]
-        return min(same, default=None)
-
-    rows = list(rows)
-    tokens = run.recipe.steps * run.recipe.batch * run.recipe.length
-    if (own := measured(run.system)) is not None:
-        return own * tokens
-    vanilla = measured("vanilla")
-    correction = 1.0 if vanilla is None else vanilla * TOKENS_PER_SECOND[run.shape]
-    return guessed_seconds(run) * correction
+    rows = [row for row in rows if row.shape == run.shape and math.isfinite(row.step_ms)]
+    recipe = run.recipe
+    tokens = recipe.steps * recipe.batch * recipe.length
+    own = [row.step_ms / (row.batch * row.length) for row in rows if row.system == run.system]
+    if own:
+        return tokens * min(own) / 1000
+    corrections = [
+        row.step_ms / 1000 / (row.batch * row.length * relative_time(row.system) / TOKENS_PER_SECOND[row.shape])
+        for row in rows
+    ]
+    correction = statistics.median(corrections) if corrections else 1.0
+    return correction * tokens * relative_time(run.system) / TOKENS_PER_SECOND[run.shape]
 
 
 def over_rates(systems: Iterable[str], shape: str, recipe: Recipe, seed: int = 0) -> list[Run]:
@@ -107,7 +104,8 @@ def chosen_rate(rows: Iterable[Row], system: str, shape: str, recipe: Recipe) ->
 
 
 def first_look(rows: list[Row]) -> list[Run]:
-    return over_rates(PAIR, "5m", COMPUTE_OPTIMAL["5m"])
+    # what time is left shows whether the others run
+    return [*over_rates(PAIR, "5m", COMPUTE_OPTIMAL["5m"]), *step_times(rows, steps=40)]
 
 
 def baseline(rows: list[Row], shape: str = "5m") -> list[Run]:
@@ -214,7 +212,9 @@ def _both(shape: str, recipe: Recipe, what: str) -> dict[str, Plan]:
 
 PLANS = {
     "first_look": Plan(
-        first_look, "whether the gap of the first look is there at 20 tokens per parameter, with rates of both tuned"
+        first_look,
+        "whether the gap of the first look is there at 20 tokens per parameter, with both rates tuned; and that all "
+        "systems run",
     ),
     "baseline": Plan(baseline, "rate, initialisation, warm-up, batch and decay of the vanilla decoder"),
     "step_times": Plan(

@@ -433,7 +433,8 @@ class Trainer:
         left = deadline - time.monotonic()
         if checkpoint is None:
             needed = usual * (self.recipe.steps - self.step)
-            if left < 0 or (len(self.step_times) >= 3 and needed > left):
+            # others may end and leave it more of the GPU
+            if left < 0 or (len(self.step_times) >= 3 and needed > 1.3 * left):
                 raise Paused(f"needs {needed:.0f} s more and has {left:.0f}; nothing is kept")
         elif left < max(2.0, 2 * usual * STEPS_PER_LOOK):
             self.save(checkpoint)
