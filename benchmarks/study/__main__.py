@@ -20,6 +20,7 @@ from benchmarks.harness import environment
 from .corpus import build_corpus, python_roots
 from .plans import PLANS, expected_seconds, unique
 from .records import Row, append_details, append_row, read_rows, row_of
+from .report import summary
 from .training import EXECUTIONS, Outcome, Run
 
 
@@ -174,6 +175,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.study", description=__doc__)
     parser.add_argument("--plan", choices=PLANS, help="what to train")
     parser.add_argument("--list", action="store_true", help="the plans, what they decide and how long they take")
+    parser.add_argument("--summary", action="store_true", help="tables of what has finished")
     parser.add_argument("--systems", nargs="+", metavar="system", help="only these of the plan")
     parser.add_argument("--out", type=Path, default=Path("study_output"), help="folder for what comes out")
     parser.add_argument("--time-limit", type=float, help="seconds after which everything has ended")
@@ -194,8 +196,11 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.list:
         list_plans(rows)
         return
+    if arguments.summary:
+        print(summary(rows))
+        return
     if arguments.plan is None:
-        parser.error("--plan or --list is needed.")
+        parser.error("one of --plan, --list and --summary is needed.")
     for name in ("out", "checkpoints", "cache"):
         if (path := getattr(arguments, name)) is not None:
             setattr(arguments, name, path.resolve())

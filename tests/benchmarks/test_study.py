@@ -23,7 +23,7 @@ def study():
     """The modules of the study, by name."""
     sys.path.insert(0, str(ROOT))
     try:
-        names = ("__main__", "corpus", "plans", "records", "static_routing", "systems", "training", "worker")
+        names = ("__main__", "corpus", "plans", "records", "report", "static_routing", "systems", "training", "worker")
         modules = {name: importlib.import_module(f"benchmarks.study.{name}") for name in names}
         yield type("Study", (), modules)
     finally:
@@ -357,6 +357,22 @@ def test_pairs_give_the_interval_and_p_value_of_students_test(study):
         study.records.compare(rows_of(study, {("mHC", 2e-3, 0): 1.0}, corpus="another"), rows[:3])
     with pytest.raises(ValueError, match="two runs for one pair"):
         study.records.compare([*rows[3:], rows[3]], rows[:3])
+
+
+def test_the_summary_compares_best_rates_with_the_control(study):
+    losses = {("vanilla", 2e-3, seed): 2.0 for seed in range(3)} | {("vanilla", 1e-3, 0): 2.5}
+    losses |= {("mHC", 1e-3, seed): 1.9 + 0.001 * seed for seed in range(3)} | {("mHC", 4e-3, 0): math.nan}
+    losses |= {("MoDA row 3", 1e-3, 0): math.nan}
+    rows = rows_of(study, losses)
+    *_, vanilla, mhc, moda = study.report.summary(rows).splitlines()
+    # in the order of the systems, not of the rows
+    assert vanilla.startswith("| vanilla | 0.00M | 0.001: 2.5000, 0.002: **2.0000** |")
+    assert mhc.startswith("| mHC | 0.00M | 0.001: **1.9000**, 0.004: nan | 0.9500 |")
+    assert "| -0.0990 | ± 0.0025 |" in mhc and mhc.endswith("| 3 | better |")
+    assert moda.endswith("| diverged |")
+    # another batch is another table
+    others = rows_of(study, {("vanilla", 2e-3, 0): 1.0}, batch=7)
+    assert study.report.summary([*rows, *others]).count("| system |") == 2
 
 
 def test_rows_survive_their_file(study, tmp_path):
