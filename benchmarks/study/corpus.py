@@ -202,6 +202,8 @@ def encode(job: tuple[str, list[tuple[Path, np.ndarray | None]]]) -> list[tuple[
     """For each file, with a tokenizer as JSON, the bytes that are left of it and its tokens in 16 bits."""
     serialised, files = job
     tokenizer = Tokenizer.from_str(serialised)
+    # sources of tokenizers have its text, which ends no document
+    tokenizer.encode_special_tokens = True
     end = tokenizer.token_to_id(END_OF_TEXT)
     results = []
     for path, is_first in files:

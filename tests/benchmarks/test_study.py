@@ -41,6 +41,7 @@ def write_packages(root: Path, count: int = 6, lines: int = 120) -> None:
             own = [" ".join(WORDS[i] for i in pick) + f" {package} {n}" for n, pick in enumerate(picks)]
             own[3] = "# a licence that every file of every package repeats"
             own[4] = "pass"
+            own[5] = 'end = "<|endoftext|>"'
             (folder / f"module{module}.py").write_text("\n".join(own), encoding="utf-8")
     (root / "package1" / "copied.py").write_text((root / "package0" / "module0.py").read_text())
 
@@ -97,7 +98,10 @@ def test_the_split_is_by_package_and_leaks_no_long_line(study, tmp_path):
     )
     assert alone.description == described
     for part, packages in (("train", described.train_packages), ("held_out", described.held_out_packages)):
-        text = texts[part].replace(study.corpus.END_OF_TEXT, "")
+        files = getattr(corpus, part).tolist().count(0)
+        assert texts[part].count(study.corpus.END_OF_TEXT) == 2 * files
+        # each document has the text of the token that ends it, and the token
+        text = texts[part].replace("\n" + study.corpus.END_OF_TEXT, "\n")
         assert len(text.encode()) == sum(packages.values()) == getattr(described, f"{part}_bytes")
         assert len(getattr(corpus, part)) == getattr(described, f"{part}_tokens")
 
