@@ -46,7 +46,6 @@ RELATIVE_TIME = {
     "AttnRes static": 2.5,
     "DenseFormer": 1.5,
     "mHC": 2.5,
-    "OLMo2": 1.1,
     "MoDA row 3": 1.8,
     "MoDA row 4": 2.2,
 }
@@ -130,12 +129,12 @@ def baseline(rows: list[Row], shape: str = "5m") -> list[Run]:
 BY_INTEREST = (
     "vanilla",
     "Depth-Attention L/2",
+    "value residual",
     "AttnRes block",
     "Depth-Attention static",
     "DenseFormer",
     "AttnRes static",
     "mHC",
-    "OLMo2",
     "MoDA row 4",
     "MoDA row 3",
     "norm control",

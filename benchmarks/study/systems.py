@@ -99,9 +99,9 @@ SYSTEMS = {
     "AttnRes static": System(lambda shape: {"block_size": -(-2 * shape.layers // 8)}),
     "DenseFormer": System(lambda shape: {}, "denseformer"),
     "mHC": System(lambda shape: {}, "mhc"),
-    "OLMo2": System(lambda shape: {"moda_attn_slots": False, "moda_ffn_slots": False}, "moda_olmo2", "OLMo2"),
-    "MoDA row 3": System(lambda shape: {"moda_ffn_slots": False}, "moda_olmo2", "OLMo2"),
-    "MoDA row 4": System(lambda shape: {}, "moda_olmo2", "OLMo2"),
+    "MoDA row 3": System(lambda shape: {"moda_ffn_slots": False}, "moda_qwen3"),
+    "MoDA row 4": System(lambda shape: {}, "moda_qwen3"),
+    "value residual": System(lambda shape: {}, "value_residual_qwen3"),
     # the operations of the others with half of their layers
     "looped vanilla": System(
         lambda shape: {"depth_stride": 0, "num_loops": 2, "num_hidden_layers": shape.layers // 2},
