@@ -444,7 +444,7 @@ class ModelClasses:
 
         def make(ending: str, bases: tuple[type, ...], **members) -> type:
             members |= {"__module__": self.module, "__qualname__": f"{base}{ending}"}
-            members.setdefault("__doc__", bases[0].__doc__)
+            members.setdefault("__doc__", f"{bases[0].__doc__}\n\nOf [`{config_class.__name__}`].")
             return type(f"{base}{ending}", bases, members)
 
         layer_bases: tuple[type, ...] = (self.layer,)
@@ -457,6 +457,7 @@ class ModelClasses:
         pretrained = make(
             "PreTrainedModel",
             (self.pretrained, stock_base),
+            __doc__=f"What the models with a [`{config_class.__name__}`] share: how they start and what they support.",
             config_class=config_class,
             _no_split_modules=[layer.__name__],
             model_tags=list(self.tags),

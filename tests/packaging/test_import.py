@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from transformers.utils import import_utils
 
+from depthmix.families import FAMILIES
+
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -79,7 +81,7 @@ def test_from_the_root_with_the_kernels_package_installed(tmp_path):
     assert result["kernels"] == str(tmp_path / "kernels" / "__init__.py")
 
 
-PUBLIC = ("depthmix", "depthmix.configuration", "depthmix.conversion", "depthmix.kernels", "depthmix.modeling")
+PUBLIC = ("depthmix", "depthmix.conversion", "depthmix.kernels")
 
 
 @pytest.mark.parametrize("package", PUBLIC)
@@ -95,8 +97,9 @@ def test_public_names_are_documented(package):
 
 
 def test_umbrella_offers_all_configurations_and_models():
-    packages = [set(import_module(f"depthmix.{name}").__all__) for name in ("configuration", "modeling")]
-    assert set.union(*packages) == set(import_module("depthmix").__all__) - {
-        "__version__",
-        "optimizer_groups",
-    }
+    offered = import_module("depthmix").__all__
+    assert dir(import_module("depthmix")) == offered
+    for family in FAMILIES.values():
+        for ending in ("Config", "PreTrainedModel", "Model", "ForCausalLM", "ForSequenceClassification"):
+            name = f"{family.prefix}{ending}"
+            assert name in offered and getattr(import_module("depthmix"), name).__name__ == name
