@@ -403,7 +403,9 @@ class MoDAOlmo2Model(DecoderInputs, MoDAOlmo2PreTrainedModel, Olmo2Model):
         )
         handle: tuple[torch.Tensor, ...] = ()
         if self.num_slots:
-            impl = "reference" if implementation == "eager" else self.depth_impl
+            # an exported program is for runtimes that do not know this package's operations
+            exported = self.depth_impl == "auto" and torch.compiler.is_exporting()
+            impl = "reference" if implementation == "eager" or exported else self.depth_impl
             stream = DepthStream(self.num_slots, impl=impl, window=self.config.moda_depth_window)
             handle = stream.handle
             shared["depth_stream"] = stream
