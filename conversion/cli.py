@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 from depthmix.auto import AUTO_MAPS
 from depthmix.hub import users_references, write_remote_code
@@ -25,6 +26,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     Runs the command; exits with 1 and one message if a checkpoint is refused, with 2 for wrong usage, and with
     128 + n, cleaned up, for a signal n that ends it.
     """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if argv[:1] == ["serve"]:
+        _serve(argv)
     arguments = vars(_make_parser().parse_args(argv))
     run = arguments.pop("run")
     try:
@@ -129,7 +133,17 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     command.set_defaults(run=_bundle)
     command.add_argument("directory", metavar="DIR", type=Path, help="folder of a saved depthmix model")
+    # only for the list of commands: all its arguments are the host library's
+    commands.add_parser("serve", help="`transformers serve` for models of this package", add_help=False)
     return parser
+
+
+def _serve(argv: list[str]) -> NoReturn:
+    """`transformers serve` with these arguments, in a process in which depthmix has been imported."""
+    from transformers.cli.transformers import app
+
+    app(args=argv, prog_name="depthmix")
+    sys.exit()
 
 
 def _bundle(directory: Path) -> str:

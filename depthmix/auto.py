@@ -22,6 +22,7 @@ def auto_classes(model_type: str) -> dict[str, type]:
 
 def register() -> None:
     """Makes the Auto classes know this package's models. Doing it again changes nothing."""
+    model_classes = []
     for model_type, auto_map in AUTO_MAPS.items():
         classes = auto_classes(model_type)
         config_class = classes.pop("AutoConfig")
@@ -29,4 +30,5 @@ def register() -> None:
         for auto_class, model_class in classes.items():
             getattr(transformers, auto_class).register(config_class, model_class, exist_ok=True)
         ship_remote_code(config_class, auto_map)
-    register_past_auto_classes()
+        model_classes += classes.values()
+    register_past_auto_classes(model_classes)

@@ -4,7 +4,8 @@
 import functools
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.abc import MetaPathFinder
 from types import ModuleType
 
@@ -58,6 +59,13 @@ def exempt_from_decay(trainer_module: ModuleType) -> None:
     trainer_module.Trainer.get_decay_parameter_names = get_decay_parameter_names
 
 
-def register_past_auto_classes() -> None:
-    """Part of `depthmix.auto.register`."""
+def show_to_server(manager: ModuleType, model_classes: Sequence[type]) -> None:
+    """Lets the server of `transformers serve` find classes, which it looks up in `transformers` by their names."""
+    for model_class in model_classes:
+        setattr(manager.transformers, model_class.__name__, model_class)
+
+
+def register_past_auto_classes(model_classes: Sequence[type]) -> None:
+    """Part of `depthmix.auto.register`; takes all models that have been registered."""
     after_import("transformers.trainer", exempt_from_decay)
+    after_import("transformers.cli.serving.model_manager", partial(show_to_server, model_classes=model_classes))

@@ -292,7 +292,9 @@ class MoDALedger(Ledger):
         self.handle: tuple[torch.Tensor, ...] = ()
         self.kwargs = kwargs
         if model.num_slots:
-            impl = "reference" if model.config._attn_implementation == "eager" else model.depth_impl
+            # an exported program is for runtimes that do not know this package's operations
+            exported = model.depth_impl == "auto" and torch.compiler.is_exporting()
+            impl = "reference" if model.config._attn_implementation == "eager" or exported else model.depth_impl
             self.stream = DepthStream(model.num_slots, impl=impl, window=model.config.moda_depth_window)
             self.handle = self.stream.handle
             kwargs["depth_stream"] = self.stream
