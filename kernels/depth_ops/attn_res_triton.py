@@ -371,7 +371,7 @@ def attn_res_phase_2_backward(
 def _parameter_grads(
     partial_sums: Tensor, queries: Tensor, gains: Tensor | None, output_norm_weight: Tensor | None
 ) -> list[Tensor]:
-    """From sums `[P, rows, D]`: gradients of `queries`, and of `gains` and `output_norm_weight`, so far as given."""
+    """Gradients of `queries`, `gains` and `output_norm_weight`, as far as given, from partial sums `[P, rows, D]`."""
     programs, rows, hidden_size = partial_sums.shape
     # Without tokens there is nothing to add up.
     new = torch.empty_like if programs else torch.zeros_like
@@ -505,7 +505,7 @@ def _constants(tile: Tile, tokens: int, hidden_size: int, device: torch.device) 
 
 
 def _launch(kernel: str, tensor: Tensor) -> tuple[int, dict[str, int], int]:
-    """Number of tokens, constants and number of programs. Static, so that equal shapes give equal bits."""
+    """Number of tokens, constants and number of programs. They follow from shapes: equal shapes give equal bits."""
     tokens, hidden_size = _tokens(tensor), tensor.shape[-1]
     tile = WIDE_TILES.get(kernel, TILES[kernel]) if hidden_size > 2048 else TILES[kernel]
     return tokens, *_constants(tile, tokens, hidden_size, tensor.device)

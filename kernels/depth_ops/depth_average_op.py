@@ -19,7 +19,7 @@ def depth_average(sources: Sequence[Tensor], weight: Tensor, *, impl: str = "aut
         sources (sequence of `torch.Tensor` of shape `[..., D]`):
             Hidden states, all of one shape.
         weight (`torch.Tensor` of shape `[len(sources)]`):
-            Their weights, any numbers.
+            The weights of the sources, any numbers.
         impl (`str`, *optional*, defaults to `"auto"`):
             `"reference"` is pure PyTorch and runs anywhere. `"triton"` is one kernel that reads each source once, for
             fp16, bf16 and fp32 on a GPU and up to 128 sources, whose gradients cannot be differentiated again.

@@ -68,7 +68,7 @@ def _tile(tile: dict[str, int], sources: int) -> dict[str, int]:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """The tensor or a copy of it, without gaps and as the kernels' wide loads need it."""
+    """The tensor without gaps and aligned to 16 bytes, as wide loads need it: copied only if need be."""
     flat = tensor.contiguous()
     return flat.clone() if flat.data_ptr() % 16 else flat
 

@@ -49,7 +49,7 @@ def hyper_connection_read(
         alphas (three `torch.Tensor` of one element), logits (`torch.Tensor` of shapes `[S]`, `[S]` and `[S, S]`):
             Factor of the projection, and what is added to it, for each of the three maps.
         eps (`float`):
-            Of the norm.
+            Added to the mean square in the norm.
         iterations (`int`, *optional*, defaults to 20), order (`str`, *optional*, defaults to `"columns_first"`):
             How often the matrix is divided by the sums of its columns and rows, and by which of them first.
         impl (`str`, *optional*, defaults to `"auto"`):

@@ -190,7 +190,7 @@ def hyper_connection_read_backward(
 def hyper_connection_write_forward(
     streams: Tensor, update: Tensor, residual: Tensor, post: Tensor, training: bool
 ) -> list[Tensor]:
-    """The new streams alone, also if `training`."""
+    """The new streams. The backward needs nothing else, so `training` makes no difference."""
     outputs = [new_like(streams)]
     tokens, sizes = _sizes(streams)
     if tokens:

@@ -114,7 +114,7 @@ def joint_backward(
 def _depth_merge_forward(
     query: Tensor, keys: Tensor, values: Tensor, output: Tensor, log_sum_exp: Tensor, scaling: float
 ) -> list[Tensor]:
-    """`depth_merge_forward` without Triton."""
+    """Does what `depth_merge_forward` does, without Triton."""
     scores_BHTN = _depth_scores(query, keys, scaling)
     depth_BHT = scores_BHTN.logsumexp(-1)
     merged_BHT = torch.logaddexp(log_sum_exp, depth_BHT)
@@ -139,7 +139,7 @@ def _depth_merge_backward(
     value_grads: Tensor,
     fresh: int,
 ) -> None:
-    """`depth_merge_backward` without Triton."""
+    """Does what `depth_merge_backward` does, without Triton."""
     kv_heads, dtype = keys.shape[3], accumulation_dtype(query)
     query_BKGTD, grad_BKGTD, output_BKGTD = (
         x.to(dtype).unflatten(1, (kv_heads, -1)) for x in (query, output_grad, output)

@@ -41,7 +41,7 @@ def moda_attention(
         query (`torch.Tensor` of shape `[B, Hq, T, d]`):
             Query heads `j * g` to `j * g + g - 1` belong to key-value head `j`, where `g = Hq / Hkv`.
         key, value (`torch.Tensor` of shape `[B, Hkv, S, d]`):
-            Of the sequence; the tokens of the query are its last.
+            Keys and values of the whole sequence, of which the tokens of the query are the last.
         depth_keys, depth_values (`torch.Tensor` of shape `[n, B, T, Hkv, d]`):
             The slots. There may be none.
         depth_query (`torch.Tensor` of shape `[B, Hq, T, d]`, *optional*):
@@ -49,18 +49,18 @@ def moda_attention(
         scaling (`float`, *optional*):
             Factor of all scores, `d ** -0.5` by default.
         attention_mask (`torch.Tensor` of shape `[B or 1, Hq or 1, T, S]`, *optional*):
-            Of booleans, true where a token sees, or of what is added to the scores of the sequence. Slots are seen
-            always.
+            Booleans, true where a token sees another, or numbers that are added to the scores of the sequence. Slots
+            are always seen.
         is_causal (`bool`, *optional*, defaults to `True`):
             Without `attention_mask`, whether a token sees of the sequence only itself and what comes before. A mask
             says all by itself.
         return_lse (`bool`, *optional*, defaults to `False`):
             Whether to return the log-sum-exp besides.
         impl (`str`, *optional*, defaults to `"auto"`):
-            `"reference"` is pure PyTorch, holds all scores, and can be differentiated twice. `"triton"` is PyTorch's
-            fastest attention for the case with a fused kernel for the slots, and raises where that cannot run.
-            `"auto"` takes the latter where it supports the tensors, and the same with the slots done in PyTorch
-            elsewhere.
+            `"reference"` is pure PyTorch, holds all scores, and can be differentiated twice, which the others refuse.
+            `"triton"` is PyTorch's fastest attention for the case with a fused kernel for the slots, and raises where
+            that cannot run. `"auto"` is `"triton"` where that supports the tensors, and elsewhere the same with the
+            slots in PyTorch.
 
     Returns:
         `torch.Tensor` of shape `[B, Hq, T, d]` in the dtype of the query. A row that sees nothing of the sequence is

@@ -111,7 +111,7 @@ def decode_forward(
 
 
 def _mask_argument(mask: Tensor | None) -> tuple | None:
-    """The tuple of a mask `[B or 1, H or 1, T, S]`."""
+    """A mask `[B or 1, H or 1, T, S]` as kernels take it: what has size one is shared."""
     if mask is None:
         return None
     batch, heads = (stride if size > 1 else 0 for stride, size in zip(mask.stride()[:2], mask.shape[:2], strict=True))
@@ -198,7 +198,7 @@ def _launch(direction: str, query: Tensor, keys: Tensor) -> tuple[int, dict[str,
 
 
 def tile(direction: str, block_group: int, block_dim: int, element_size: int) -> tuple[int, int, int, int]:
-    """Rows and slots of a program, warps, and stages of its loop."""
+    """How many rows and slots a program has, how many warps, and how many stages its loop."""
     if element_size == 4:
         return max(1, 64 // block_dim), 16, 4, 1
     # Measured on an H200: one warp for every 16 heads of a token is best, as long as they fit into its registers.

@@ -6,8 +6,9 @@ Without gradients, slots lie in one buffer, which is the handle; of a window of 
 
 With gradients, where kernels run, slots lie in one buffer, and so do their gradients, to which the backward of each
 reader adds in place. The handle orders autograd: it depends on all writes before, and every reader depends on it, so
-the gradient of a slot is complete when its writer's backward takes it. Autograd sees no slots there, and no gradients
-of the handle.
+the gradient of a slot is complete when its writer's backward takes it. Autograd sees no slots there. It sees a
+gradient of the handle, of zero, only where gradients are recorded themselves: that is how second derivatives, which
+are an error, find the readers of a slot.
 
 With gradients elsewhere, and where operations are recorded, as by `torch.compile`, the handle is the slots themselves.
 """
@@ -261,8 +262,7 @@ class _Read(torch.autograd.Function):
         query, key, value, depth_query, attention_mask, output, log_sum_exp, *handle = ctx.saved_tensors
         stream = ctx.stream
         stream._join_backward()
-        # Where gradients are recorded, the handle has one: what the writers' gradients depend on. It is zero, since
-        # nothing depends on the handle's value.
+        # Where gradients are recorded, the handle has one, of zero: it connects those of the slots to their readers.
         handle_grads = [x.new_zeros(1) if torch.is_grad_enabled() else None for x in handle]
 
         def grads() -> list[Tensor]:

@@ -137,7 +137,7 @@ def _source_arguments(keys: Sequence[Tensor], values: Sequence[Tensor]) -> tuple
 
 
 def _alike(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The tensors, copied if they are not aligned and laid out alike, as all layers' keys are, and all values."""
+    """The tensors, copied unless all are aligned and have the same strides, as the keys of a model's layers do."""
     strides = tensors[0].stride()
     if all(tensor.stride() == strides and tensor.data_ptr() % 16 == 0 for tensor in tensors):
         return tensors
@@ -145,14 +145,14 @@ def _alike(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def _padded(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The tensors, and the last again until there are as many as some kernel takes, so that there are few kernels."""
+    """The tensors, the last repeated until a kernel takes so many: there are kernels for a few numbers only."""
     if len(tensors) <= FEW_SOURCES:
         return tuple(tensors)
     return (*tensors, *tensors[-1:] * (next(n for n in MANY_SOURCES if n >= len(tensors)) - len(tensors)))
 
 
 def _table_argument(table: Tensor | None) -> tuple | None:
-    """The tuple of a table `[B or 1, T, D]`, which all heads share."""
+    """A table `[B or 1, T, D]` as kernels take it: all heads share it, and all batch entries if it has one."""
     if table is None:
         return None
     batch_stride, token_stride, column_stride = table.stride()

@@ -19,7 +19,7 @@ def shared_input_linear(hidden_states: Tensor, weights: Sequence[Tensor], *, imp
         hidden_states (`torch.Tensor` of shape `[..., D]`):
             What all maps are applied to.
         weights (sequence of `torch.Tensor` of shape `[D_i, D]`):
-            Their matrices, of the same dtype.
+            The matrices of the maps, of the same dtype.
         impl (`str`, *optional*, defaults to `"auto"`):
             `"reference"` is pure PyTorch and runs anywhere. `"triton"` is one kernel for all maps that reads each
             weight once, for a single row of hidden states in fp16, bf16 or fp32 on a GPU; it has no gradient. `"auto"`

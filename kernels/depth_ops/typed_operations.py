@@ -111,8 +111,9 @@ class DifferentiableOperation(Operation):
         self.typed.register_autograd(backward, setup_context=save)
 
     def __call__(self, *inputs) -> list[Tensor]:
-        training = needs_grad(inputs)
-        if not (training and _is_plain(_tensors(inputs))):
+        tensors = _tensors(inputs)
+        training = needs_grad(tensors)
+        if not (training and _is_plain(tensors)):
             # A typed operation may not return its inputs, so they are handed on here.
             return [*super().__call__(*inputs, training), *self.handed_on(*inputs)]
         lengths = tuple(len(x) if isinstance(x, list) else None for x in inputs)
