@@ -6,7 +6,7 @@ from typing import Literal
 from huggingface_hub.dataclasses import strict
 
 from .configuration_dense_decoder import DenseDecoderConfig
-from .configuration_depth_common import check_decoder_shape
+from .configuration_depth_common import check_decoder_shape, check_number
 
 
 @strict
@@ -76,6 +76,7 @@ class AttnResConfig(DenseDecoderConfig):
     def validate_depth_mixing(self):
         """Part of the `@strict` validation, which runs on construction and before saving."""
         check_decoder_shape(self)
+        check_number("attnres_recency_bias_init", self.attnres_recency_bias_init)
         size, variant = self._resolved_block_size, self.attnres_variant
         if size < 1:
             raise ValueError(

@@ -7,7 +7,7 @@ from typing import Literal
 from huggingface_hub.dataclasses import strict
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
-from .configuration_depth_common import check_decoder_shape, take_model_type
+from .configuration_depth_common import MAX_LAYERS, check_decoder_shape, take_model_type
 
 
 @strict
@@ -85,6 +85,11 @@ class DepthQwen3Config(Qwen3Config):
             raise ValueError(f"depth_window={self.depth_window}: must be a number of layers, at least 0.")
         if self.num_loops < 1:
             raise ValueError(f"num_loops={self.num_loops}: must be a positive number of passes.")
+        if self.num_loops * self.num_hidden_layers > MAX_LAYERS:
+            raise ValueError(
+                f"num_loops={self.num_loops}: must be at most {MAX_LAYERS // self.num_hidden_layers} with "
+                f"num_hidden_layers={self.num_hidden_layers}, {MAX_LAYERS} layers in all passes."
+            )
 
     @property
     def depth_sources(self) -> tuple[tuple[int, ...], ...]:

@@ -6,7 +6,12 @@ from typing import Literal
 from huggingface_hub.dataclasses import strict
 
 from .configuration_dense_decoder import DenseDecoderConfig
-from .configuration_depth_common import check_decoder_shape
+from .configuration_depth_common import check_count, check_decoder_shape, check_number
+
+
+# the parameters of a layer grow with the cube of the streams, and each iteration is a step of its own in every layer
+_MAX_STREAMS = 64
+_MAX_SINKHORN_ITERS = 1000
 
 
 @strict
@@ -48,8 +53,11 @@ class MHCConfig(DenseDecoderConfig):
             raise ValueError(
                 f"mhc_num_streams={self.mhc_num_streams}: must be at least 2; with one stream there is nothing to mix."
             )
+        check_count("mhc_num_streams", self.mhc_num_streams, most=_MAX_STREAMS)
         if self.mhc_sinkhorn_iters < 1:
             raise ValueError(f"mhc_sinkhorn_iters={self.mhc_sinkhorn_iters}: must be a positive number of iterations.")
+        check_count("mhc_sinkhorn_iters", self.mhc_sinkhorn_iters, most=_MAX_SINKHORN_ITERS)
+        check_number("mhc_alpha_init", self.mhc_alpha_init)
 
 
 __all__ = ["MHCConfig"]
