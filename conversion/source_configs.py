@@ -58,7 +58,7 @@ def _declared_fields(config_class: type[PreTrainedConfig], source: dict[str, Any
     try:
         check_decoder_shape(values)
     except ValueError as error:
-        raise ConversionError(str(error)) from error
+        raise ConversionError(f"{str(error).rstrip('.')} (in config.json).") from error
     return values
 
 

@@ -1,32 +1,21 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """Every key of a source's config.json is carried, without effect, or refused: measured against the stock model."""
 
+import ast
 import json
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoModelForCausalLM
+from vanilla_models import STOCK
 
 from depthmix.conversion import ConversionError, convert, inspect_checkpoint
+from depthmix.conversion.source_configs import unknown_keys
 from depthmix.conversion.source_keys import REFUSED_KEYS
 
 
-STOCK = {
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "olmo2": (Olmo2Config, Olmo2ForCausalLM),
-}
 # every source and target, with the options that keep the function
 PAIRS = [
     *(("qwen3", to) for to in ("depth_qwen3", "attnres", "denseformer", "mhc")),
@@ -78,25 +67,6 @@ SAMPLES = {
     "no_rope_layers": [0, 1],
     "text_config": {"hidden_size": 8},
 }
-
-
-@pytest.fixture
-def stock_source(tmp_path, tiny):
-    def make(kind):
-        config_class, model_class = STOCK[kind]
-        torch.manual_seed(0)
-        shape = {"num_hidden_layers": 2, "intermediate_size": 32}
-        if kind in ("qwen2", "olmo2"):
-            del tiny["head_dim"]
-        model = model_class(config_class(**tiny | shape))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim == 1:
-                    parameter.add_(0.3 * torch.randn_like(parameter))
-        model.save_pretrained(tmp_path / kind)
-        return tmp_path / kind
-
-    return make
 
 
 def set_keys(folder, keys, fields):
@@ -156,3 +126,34 @@ def test_keys_that_are_names_of_methods(key, stock_source, edit_config):
 
 def attempts(source):
     return {to: text for to, text in inspect_checkpoint(source).conversions.items() if to != "moda_olmo2"}
+
+
+# the host's code that a stock model of these types runs, and what it calls a configuration there
+RUN = ("masking_utils", "cache_utils", "modeling_rope_utils", "modeling_utils", "modeling_layers", "utils.generic")
+RUN += tuple(f"integrations.{name}" for name in ("sdpa_attention", "flash_attention", "flex_attention"))
+RUN += tuple(f"models.{kind}.modeling_{kind}" for kind in STOCK) + ("models.auto.tokenization_auto",)
+CONFIGS = {"config", "self.config", "module.config", "layer_config", "decoder_config", "text_config", "model.config"}
+CONFIGS |= {"effective_config", "config.get_text_config()", "self.config.get_text_config()"}
+# of other models, which share these files: multi-token prediction, encoders with decoders, and attributes of instances
+OTHERS = {"chain_hidden_post_norm", "mtp_hidden_states_first", "number_of_conv_states", "token_classification_bias"}
+OTHERS |= {"_is_quantized", "mask_token_id"}
+
+
+def names_read(module):
+    """Names that a module of the host reads from configurations: as attributes, and by `getattr` and `hasattr`."""
+    tree = ast.parse(Path(find_spec(f"transformers.{module}").origin).read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in CONFIGS:
+            yield node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr") and len(node.args) > 1:
+            holder, name = node.args[:2]
+            if ast.unparse(holder) in CONFIGS and isinstance(name, ast.Constant):
+                yield name.value
+
+
+def test_every_name_that_stock_code_reads_is_known():
+    read = {name for module in RUN if find_spec(f"transformers.{module}") for name in names_read(module)}
+    assert {"is_causal", "attention_chunk_size", "tokenizer_class", "hidden_act"} <= read
+    for config_class, _ in STOCK.values():
+        unknown = [name for name in unknown_keys(config_class, dict.fromkeys(read)) if not hasattr(config_class, name)]
+        assert not set(unknown) - OTHERS, config_class
