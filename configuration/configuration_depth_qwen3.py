@@ -32,7 +32,7 @@ class DepthQwen3Config(Qwen3Config):
         num_loops (`int`, *optional*, defaults to 1):
             How many times the stack of layers runs, with the same weights. For the mixing and for the KV cache each
             pass is a run of new layers: a looped model has `num_loops * num_hidden_layers` of them, each with a slot
-            of its own, and stride and window are counted in these.
+            of its own, and stride and window are counted in these. There may be 4096.
         depth_impl (`str`, *optional*, defaults to `"auto"`):
             Implementation of the operations of [`~depthmix.kernels`]: `"triton"`, `"reference"` (stock modules and
             pure PyTorch) or `"auto"`.

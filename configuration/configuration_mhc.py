@@ -25,9 +25,10 @@ class MHCConfig(DenseDecoderConfig):
 
     Args:
         mhc_num_streams (`int`, *optional*, defaults to 4):
-            Number of residual streams.
+            Number of residual streams, from 2 to 64.
         mhc_sinkhorn_iters (`int`, *optional*, defaults to 20):
-            Number of iterations, each of which divides by the sums of the rows and by those of the columns.
+            Number of iterations, at most 1000, each of which divides by the sums of the rows and by those of the
+            columns.
         mhc_sinkhorn_order (`str`, *optional*, defaults to `"columns_first"`):
             Which of the two comes first in each iteration. `"columns_first"` is the paper's, after which each new
             stream is an average of the old ones; the weights released with arXiv 2606.05014 need `"rows_first"`.
