@@ -5,7 +5,7 @@ OLDEST := .venv-oldest
 PRINT_SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all test-fast test-gpu quality style clean
+.PHONY: demo test test-all test-fast test-gpu fuzz quality style clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/python examples/demo.py
@@ -28,6 +28,11 @@ test-fast: $(VENV)/ready
 
 test-gpu: $(VENV)/ready
 	$(VENV)/bin/python -m pytest tests/gpu tests/kernels
+
+# damaged checkpoints by the thousand, from one seed: FUZZ_COUNT of each of six kinds, each for FUZZ_SECONDS at most
+fuzz: $(VENV)/ready
+	FUZZ_COUNT=$${FUZZ_COUNT:-1000} FUZZ_SEED=$${FUZZ_SEED:-1} FUZZ_SECONDS=$${FUZZ_SECONDS:-900} \
+		$(VENV)/bin/python -m pytest -n 2 -s tests/conversion/test_fuzz.py
 
 quality: $(VENV)/ready
 	$(VENV)/bin/ruff check .

@@ -4,7 +4,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .configuration_depth_common import DepthMixingFields
+from .configuration_depth_common import DepthMixingFields, check_number
 from .depth_backbones import ConfigurationClasses
 
 
@@ -74,6 +74,7 @@ class AttnResFields(DepthMixingFields):
     def validate_depth_mixing(self):
         """Part of the `@strict` validation, which runs on construction and before saving."""
         super().validate_depth_mixing()
+        check_number("attnres_recency_bias_init", self.attnres_recency_bias_init)
         size, variant = self._resolved_block_size, self.attnres_variant
         if size < 1:
             raise ValueError(

@@ -5,7 +5,7 @@ import copy
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .configuration_depth_common import DepthMixingFields
+from .configuration_depth_common import MAX_LAYERS, DepthMixingFields
 from .depth_backbones import ConfigurationClasses
 
 
@@ -30,7 +30,7 @@ class DepthAttentionFields(DepthMixingFields):
         num_loops (`int`, *optional*, defaults to 1):
             How many times the stack of layers runs, with the same weights. For the mixing and for the KV cache each
             pass is a run of new layers: a looped model has `num_loops * num_hidden_layers` of them, each with a slot
-            of its own, and stride and window are counted in these.
+            of its own, and stride and window are counted in these. There may be 4096.
         output_depth_weights (`bool`, *optional*, defaults to `False`):
             Whether the model returns the weights of the mixing by default.
 
@@ -79,6 +79,11 @@ class DepthAttentionFields(DepthMixingFields):
             raise ValueError(f"depth_window={self.depth_window}: must be a number of layers, at least 0.")
         if self.num_loops < 1:
             raise ValueError(f"num_loops={self.num_loops}: must be a positive number of passes.")
+        if self.num_loops * self.num_hidden_layers > MAX_LAYERS:
+            raise ValueError(
+                f"num_loops={self.num_loops}: must be at most {MAX_LAYERS // self.num_hidden_layers} with "
+                f"num_hidden_layers={self.num_hidden_layers}, {MAX_LAYERS} layers in all passes."
+            )
 
     @property
     def depth_sources(self) -> tuple[tuple[int, ...], ...]:

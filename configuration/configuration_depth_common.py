@@ -1,10 +1,36 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """What the configurations of all methods share."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from huggingface_hub.errors import StrictDataclassClassValidationError
 from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.utils import is_torch_available
+
+
+# a configuration of a few bytes must not take minutes or all memory, so counts from which lists are made have a limit
+MAX_LAYERS = 4096
+MAX_LABELS = 2**20
+_MAX_SIZE = 2**31 - 1
+
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
+_ROPE_FIELDS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
+_CHECKED = (
+    *_SIZES,
+    *("num_key_value_heads", "max_position_embeddings", "max_window_layers", "sliding_window", "layer_types"),
+    *("rms_norm_eps", "initializer_range", "attention_dropout", "hidden_act", "pad_token_id", "num_labels", "dtype"),
+    "id2label",
+    *("torch_dtype", "use_sliding_window", *_ROPE_FIELDS),
+)
+# what the host divides by, or takes a power or logarithm of
+_POSITIVE_ROPE_KEYS = ("rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor")
+_POSITIVE_ROPE_KEYS += ("low_freq_factor", "high_freq_factor", "attention_factor", "short_factor", "long_factor")
+_DTYPES = ("float32", "bfloat16", "float16", "float64", "float", "half", "double", "float8_e4m3fn", "float8_e5m2")
+_ATTENTION_KINDS = ("full_attention", "sliding_attention", "linear_attention")
 
 
 # a method derives from it and adds its own; the documentation of the made classes ends with this one
@@ -31,22 +57,157 @@ class DepthMixingFields:
         check_layer_kinds(self)
 
 
-def check_decoder_shape(config: PreTrainedConfig) -> None:
+def check_decoder_shape(config: PreTrainedConfig | Mapping[str, Any]) -> None:
     """
+    Checks a configuration, or the fields that one is to be made from, without making anything of their size.
+
     Raises:
-        `ValueError`: if no decoder has such a shape.
+        `ValueError`: if no decoder has such a shape or computes with such numbers; the message names the field, the
+            value and the rule.
     """
-    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
-    for name in sizes:
-        value = getattr(config, name, None)
-        if value is not None and value < 1:
-            raise ValueError(f"{name}={value}: must be positive.")
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    if kv_heads is not None and (kv_heads < 1 or heads % kv_heads):
+    get = config.get if isinstance(config, Mapping) else lambda name: getattr(config, name, None)
+    values = {name: value for name in _CHECKED if (value := get(name)) is not None}
+    for name in (*_SIZES, "max_position_embeddings"):
+        check_count(name, values.get(name))
+    check_count("num_key_value_heads", values.get("num_key_value_heads"), least=-_MAX_SIZE)
+    if values.get("head_dim", 0) % 2:
+        raise ValueError(f"head_dim={values['head_dim']}: must be even, since the rotation turns pairs of numbers.")
+    layers, heads, kv_heads = (
+        values.get(f"num_{kind}") for kind in ("hidden_layers", "attention_heads", "key_value_heads")
+    )
+    check_count("num_hidden_layers", layers, most=MAX_LAYERS)
+    if kv_heads is not None and (kv_heads < 1 or (heads is not None and heads % kv_heads)):
         raise ValueError(
             f"num_key_value_heads={kv_heads}: must divide num_attention_heads={heads}, since each key-value head "
             "has a group of query heads of its own."
         )
+    check_count("num_labels", values.get("num_labels"), most=MAX_LABELS)
+    _check_labels(values.get("id2label"))
+    check_number("rms_norm_eps", values.get("rms_norm_eps"), least=0)
+    check_number("initializer_range", values.get("initializer_range"), least=0)
+    check_number("attention_dropout", values.get("attention_dropout"), least=0, most=1)
+    _check_padding(values.get("pad_token_id"), values.get("vocab_size"))
+    _check_windows(values)
+    _check_activation(values.get("hidden_act"))
+    for name in ("dtype", "torch_dtype"):
+        _check_dtype(name, values.get(name))
+    for name in _ROPE_FIELDS:
+        _check_rope(name, values.get(name))
+
+
+def check_count(name: str, value: int | None, *, least: int = 1, most: int = _MAX_SIZE) -> None:
+    """
+    Raises:
+        `ValueError`: if a field is neither None nor a whole number in this range.
+    """
+    if value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{name}={shown(value)}: must be a whole number.")
+    if value < least:
+        raise ValueError(
+            f"{name}={shown(value)}: must be positive."
+            if least == 1
+            else f"{name}={shown(value)}: must be at least {least}."
+        )
+    if value > most:
+        raise ValueError(f"{name}={shown(value)}: must be at most {most}.")
+
+
+def check_number(name: str, value: float | None, *, least: float = -math.inf, most: float = math.inf) -> None:
+    """
+    Raises:
+        `ValueError`: if a field is neither None nor a finite number in this range.
+    """
+    if value is None:
+        return
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ValueError(f"{name}={shown(value)}: must be a number.")
+    # a float of this size does not exist, and the comparison of an integer with infinity is exact
+    if not (-math.inf < value < math.inf) or abs(value) > 1e300:
+        raise ValueError(f"{name}={shown(value)}: must be a finite number.")
+    if value < least:
+        raise ValueError(f"{name}={shown(value)}: must be at least {least}.")
+    if value > most:
+        raise ValueError(f"{name}={shown(value)}: must be at most {most}.")
+
+
+def shown(value: Any) -> str:
+    """A value as a message shows it: not longer than a line."""
+    # writing a number of many digits out takes time that grows with their square, and Python refuses it
+    if isinstance(value, int) and value.bit_length() > 128:
+        return "(a number of more than 38 digits)"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _check_labels(labels: dict | None) -> None:
+    if labels is None:
+        return
+    if not isinstance(labels, dict) or len(labels) > MAX_LABELS:
+        raise ValueError(f"id2label={shown(labels)}: must be an object of at most {MAX_LABELS} labels.")
+    for key in labels:
+        if not isinstance(key, int) and not (isinstance(key, str) and key.isdecimal() and len(key) < 20):
+            raise ValueError(f"id2label has the key {shown(key)}: must be the number of a label.")
+
+
+def _check_padding(token: int | None, vocab_size: int | None) -> None:
+    if not isinstance(token, int) or vocab_size is None:
+        return
+    # torch takes a negative one, which old checkpoints have, from the end
+    if not -vocab_size <= token < vocab_size:
+        raise ValueError(f"pad_token_id={shown(token)}: must be less than vocab_size={vocab_size}.")
+
+
+def _check_windows(values: dict[str, Any]) -> None:
+    window, kinds = values.get("sliding_window"), values.get("layer_types")
+    used = bool(values.get("use_sliding_window"))
+    check_count("sliding_window", window, least=1 if used else 0)
+    check_count("max_window_layers", values.get("max_window_layers"), least=0)
+    if kinds is None:
+        return
+    if not isinstance(kinds, list | tuple):
+        raise ValueError(f"layer_types={shown(kinds)}: must be a list with the kind of each layer's attention.")
+    for kind in kinds:
+        if kind not in _ATTENTION_KINDS:
+            raise ValueError(f"layer_types has {shown(kind)}: must be one of {', '.join(_ATTENTION_KINDS)}.")
+    if "sliding_attention" in kinds and not window and "use_sliding_window" in values:
+        raise ValueError(f"sliding_window={window}: must be positive where layer_types has 'sliding_attention'.")
+
+
+def _check_activation(name: str | None) -> None:
+    if name is None or not is_torch_available():
+        return
+    # not at the top, since the host's module of activations needs torch
+    from transformers.activations import ACT2FN
+
+    if not isinstance(name, str) or name not in ACT2FN:
+        raise ValueError(f"hidden_act={shown(name)}: must be an activation of transformers, such as 'silu' or 'gelu'.")
+
+
+def _check_dtype(name: str, value: Any) -> None:
+    if isinstance(value, str) and value not in _DTYPES:
+        raise ValueError(f"{name}={shown(value)}: must be a floating dtype of torch, such as 'bfloat16'.")
+
+
+def _check_rope(name: str, value: Any) -> None:
+    """Numbers of the rotation, which the host checks, if at all, with a warning."""
+    if isinstance(value, dict):
+        kind = value.get("rope_type", value.get("type"))
+        if kind is not None and kind != "default" and (not isinstance(kind, str) or kind not in ROPE_INIT_FUNCTIONS):
+            known = ", ".join(("default", *ROPE_INIT_FUNCTIONS))
+            raise ValueError(f"{name}: rope_type={shown(kind)}: must be one of {known}.")
+        for key, entry in value.items():
+            _check_rope(str(key), entry)
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            _check_rope(name, entry)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        check_number(name, value)
+        if name in _POSITIVE_ROPE_KEYS and value <= 0:
+            raise ValueError(f"{name}={shown(value)}: must be positive.")
+    elif value is not None and name in _POSITIVE_ROPE_KEYS:
+        raise ValueError(f"{name}={shown(value)}: must be a number.")
 
 
 def check_layer_kinds(config: PreTrainedConfig) -> None:
@@ -69,9 +230,10 @@ def check_layer_kinds(config: PreTrainedConfig) -> None:
 def take_model_type(config: PreTrainedConfig, values: dict[str, Any]) -> None:
     """
     Takes `model_type` out of the values that a configuration is read from, since that of a vanilla checkpoint must not
-    stay on the instance.
+    stay on the instance, and checks the others before anything is made of their size.
 
     Raises:
+        `huggingface_hub.errors.StrictDataclassError`: for a value out of range.
         `ValueError`: if it is neither the configuration's own nor its backbone's. Other models have the same fields
             with other defaults, or the same weights and another function, and have to be converted.
     """
@@ -83,3 +245,7 @@ def take_model_type(config: PreTrainedConfig, values: dict[str, Any]) -> None:
             f"{stock.__name__.removesuffix('Config')}. To get a {config.model_type} model from another checkpoint, "
             f"convert it: depthmix convert SOURCE DEST --to {config.model_type}"
         )
+    try:
+        check_decoder_shape({name: getattr(config, name, None) for name in _CHECKED} | values)
+    except ValueError as error:
+        raise StrictDataclassClassValidationError(validator="validate_depth_mixing", cause=error) from error

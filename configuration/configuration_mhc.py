@@ -4,8 +4,13 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .configuration_depth_common import DepthMixingFields
+from .configuration_depth_common import DepthMixingFields, check_count, check_number
 from .depth_backbones import ConfigurationClasses
+
+
+# the parameters of a layer grow with the cube of the streams, and each iteration is a step of its own in every layer
+_MAX_STREAMS = 64
+_MAX_SINKHORN_ITERS = 1000
 
 
 @dataclass(kw_only=True)
@@ -17,9 +22,10 @@ class MHCFields(DepthMixingFields):
 
     Args:
         mhc_num_streams (`int`, *optional*, defaults to 4):
-            Number of residual streams.
+            Number of residual streams, from 2 to 64.
         mhc_sinkhorn_iters (`int`, *optional*, defaults to 20):
-            Number of iterations, each of which divides by the sums of the rows and by those of the columns.
+            Number of iterations, at most 1000, each of which divides by the sums of the rows and by those of the
+            columns.
         mhc_sinkhorn_order (`str`, *optional*, defaults to `"columns_first"`):
             Which of the two comes first in each iteration. `"columns_first"` is the paper's, after which each new
             stream is an average of the old ones; the weights released with arXiv 2606.05014 need `"rows_first"`.
@@ -41,8 +47,11 @@ class MHCFields(DepthMixingFields):
             raise ValueError(
                 f"mhc_num_streams={self.mhc_num_streams}: must be at least 2; with one stream there is nothing to mix."
             )
+        check_count("mhc_num_streams", self.mhc_num_streams, most=_MAX_STREAMS)
         if self.mhc_sinkhorn_iters < 1:
             raise ValueError(f"mhc_sinkhorn_iters={self.mhc_sinkhorn_iters}: must be a positive number of iterations.")
+        check_count("mhc_sinkhorn_iters", self.mhc_sinkhorn_iters, most=_MAX_SINKHORN_ITERS)
+        check_number("mhc_alpha_init", self.mhc_alpha_init)
 
 
 CONFIGURATIONS = ConfigurationClasses(

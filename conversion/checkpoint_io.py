@@ -30,6 +30,10 @@ INDEX_FILE = "model.safetensors.index.json"
 WEIGHT_FILES = (SINGLE_FILE, f"model-{'[0-9]' * 5}-of-{'[0-9]' * 5}.safetensors", INDEX_FILE)
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 CHUNK_BYTES = 16 * 2**20
+# a text of a checkpoint that is larger is not one: the largest tokenizers and indices have tens of megabytes
+TEXT_LIMIT = 128 * 2**20
+_JSON_DEPTH = 100
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _SIZE = re.compile(r"\s*(\d*\.?\d+)\s*([KMGT]?)B?\s*", re.IGNORECASE)
 _SIZE_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -100,7 +104,9 @@ class TensorWrite:
         """Writes the start value of a parameter that the source does not have, made when it is its turn."""
 
         def chunks():
-            tensor = make().to(FLOAT_DTYPES[dtype])
+            # the user may have set another default
+            with torch.device("cpu"):
+                tensor = make().to(FLOAT_DTYPES[dtype])
             assert tensor.shape == shape, f"{name}: the start value has shape {list(tensor.shape)}"
             yield _to_bytes(tensor)
 
@@ -159,13 +165,51 @@ def find_file(folder: Path, name: str) -> Path | None:
             same repository are the normal form of the Hub cache and allowed.
     """
     path = folder / name
-    resolved = path.resolve()
+    try:
+        resolved = path.resolve(strict=path.is_symlink())
+    except FileNotFoundError:
+        return None
+    # a loop of links is an OSError or, in older versions of Python, a RuntimeError
+    except (OSError, RuntimeError) as error:
+        raise ConversionError(f"{path} cannot be followed: it is a link into a loop, or not readable.") from error
     if not any(resolved.is_relative_to(root) for root in _allowed_roots(folder.resolve())):
         raise ConversionError(
             f"{path} leads out of the checkpoint folder, to {resolved}, and is not opened. Copy the files into the "
             "folder, or give the folder that they really are in."
         )
-    return path if resolved.is_file() else None
+    if not resolved.is_file():
+        return None
+    with open(resolved, "rb") as file:
+        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise ConversionError(
+                f"{path} is a pointer of git-lfs, not the file itself. Get the files with `git lfs pull` first."
+            )
+    return path
+
+
+def check_text_size(path: Path) -> None:
+    """
+    Raises:
+        [`ConversionError`]: if a file is larger than any text, license or tokenizer of a checkpoint.
+    """
+    if path.stat().st_size > TEXT_LIMIT:
+        raise ConversionError(f"{path} has more than {TEXT_LIMIT} bytes, which no such file of a checkpoint has.")
+
+
+def read_text(path: Path) -> str:
+    """
+    Reads a text of a checkpoint.
+
+    Raises:
+        [`ConversionError`]: if it is larger than `TEXT_LIMIT`, or no UTF-8.
+    """
+    check_text_size(path)
+    with open(path, "rb") as file:
+        content = file.read(TEXT_LIMIT)
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConversionError(f"{path} is not UTF-8 text: {error}") from error
 
 
 def read_json(path: Path) -> dict:
@@ -173,12 +217,19 @@ def read_json(path: Path) -> dict:
     Reads a JSON object.
 
     Raises:
-        [`ConversionError`]: if the file holds anything else, or an object in it has a key twice.
+        [`ConversionError`]: if the file holds anything else, is larger than `TEXT_LIMIT` or nested too deep, or an
+            object in it has a key twice.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique_keys)
+        content = json.loads(read_text(path), object_pairs_hook=_unique_keys)
+    except ConversionError:
+        raise
     except ValueError as error:
         raise ConversionError(f"{path} is not valid JSON: {error}") from error
+    except RecursionError:
+        raise ConversionError(f"{path} is nested more than {_JSON_DEPTH} levels deep.") from None
+    if _is_deeper(content, _JSON_DEPTH):
+        raise ConversionError(f"{path} is nested more than {_JSON_DEPTH} levels deep.")
     if not isinstance(content, dict):
         raise ConversionError(f"{path} must hold a JSON object, not a {type(content).__name__}.")
     return content
@@ -255,6 +306,19 @@ def no_weights_message(place: Path | str, names: Sequence[str]) -> str:
     return f"{place} has neither {SINGLE_FILE} nor {INDEX_FILE}."
 
 
+def _is_deeper(content: Any, depth: int) -> bool:
+    """Whether lists and objects are nested deeper, without a call per level."""
+    level = [content]
+    for _ in range(depth):
+        level = [
+            child
+            for node in level
+            if isinstance(node, (dict, list))
+            for child in (node.values() if isinstance(node, dict) else node)
+        ]
+    return any(isinstance(node, (dict, list)) for node in level)
+
+
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Builds a JSON object; without it the last of equal keys would win silently."""
     content: dict[str, Any] = {}
@@ -307,6 +371,10 @@ def _read_header(path: Path) -> list[StoredTensor]:
         with open(path, "rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(length), object_pairs_hook=_unique_keys)
+        if not isinstance(header, dict):
+            raise ValueError("the header is no JSON object")
+    except RecursionError:
+        raise ConversionError(f"{path} is not a valid safetensors file: the header is nested too deep") from None
     except (SafetensorError, OSError, ValueError, struct.error) as error:
         raise ConversionError(f"{path} is not a valid safetensors file: {error}") from error
     header.pop("__metadata__", None)

@@ -60,9 +60,7 @@ def locate_checkpoint(source: str | os.PathLike, revision: str | None = None, to
     Raises:
         [`ConversionError`]: if there is no such folder, or the Hub cannot deliver a checkpoint in safetensors form.
     """
-    if not os.fspath(source):
-        raise ConversionError("The source is empty: give a folder or a Hub id.")
-    folder = Path(source).expanduser()
+    folder = expand_path(source, "source")
     if folder.is_dir():
         if revision is not None:
             raise ConversionError(
@@ -83,6 +81,23 @@ def locate_checkpoint(source: str | os.PathLike, revision: str | None = None, to
     if not any((folder / name).exists() for name in (SINGLE_FILE, INDEX_FILE)):
         raise ConversionError(no_weights_message(hub_id, _names_in_repo(hub_id, revision, token, folder)))
     return folder
+
+
+def expand_path(text: str | os.PathLike, role: str) -> Path:
+    """
+    A path that the user gave, with the home folder in place of a tilde.
+
+    Raises:
+        [`ConversionError`]: if it is empty, names a user that is not there, or cannot be a path.
+    """
+    if not os.fspath(text):
+        raise ConversionError(f"The {role} is empty: give a folder{' or a Hub id' if role == 'source' else ''}.")
+    if "\0" in os.fspath(text):
+        raise ConversionError(f"The {role} {os.fspath(text)!r} has a NUL character, which no path can have.")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise ConversionError(f"The {role} {os.fspath(text)!r} names a home folder that is not known.") from error
 
 
 def hub_id_of(source: str | os.PathLike, folder: Path) -> str | None:

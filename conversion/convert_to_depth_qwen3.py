@@ -23,7 +23,7 @@ _REFUSED_KEYS = ("mlp_bias", "scale_embeds", "no_residual", "use_p2n")
 def from_qwen3(source: dict[str, Any], options: dict[str, Any]) -> TranslatedConfig:
     """Every field is carried; the fields of the mixing come from the options, or are this package's defaults."""
     warnings = check_vanilla(source, "Qwen3")
-    config = _depth_config({**all_fields(source), **options})
+    config = _depth_config({**all_fields(Qwen3Config, source), **options})
     warnings += _window_warnings(config)
     if config.key_norm_position != "before_rope":
         warnings.append(

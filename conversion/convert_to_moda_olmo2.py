@@ -23,7 +23,7 @@ OPTIONS = ("moda_attn_slots", "moda_ffn_slots", "moda_attn_depth_proj", "moda_de
 def from_olmo2(source: dict[str, Any], options: dict[str, Any]) -> TranslatedConfig:
     """Every field is carried; those of the slots come from the options, or are this package's defaults."""
     warnings = check_vanilla(source, "Olmo2")
-    config = build_config(MoDAOlmo2Config, MoDAOlmo2ForCausalLM, {**all_fields(source), **options})
+    config = build_config(MoDAOlmo2Config, MoDAOlmo2ForCausalLM, {**all_fields(Olmo2Config, source), **options})
     if config.depth_slots[-1][1]:
         note = (
             "The converted model computes another function than the vanilla checkpoint: depth slots take their share "

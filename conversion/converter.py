@@ -16,7 +16,7 @@ import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
-from transformers import TOKENIZER_MAPPING, GenerationConfig, PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 
 from depthmix.auto import AUTO_MAPS
 from depthmix.hub import collect_remote_code
@@ -26,6 +26,7 @@ from .checkpoint_io import (
     INDEX_FILE,
     WEIGHT_FILES,
     Checkpoint,
+    check_text_size,
     find_file,
     open_checkpoint,
     plan_shards,
@@ -40,7 +41,7 @@ from .checkpoint_source import (
     CONFIG_FILE,
     GENERATION_CONFIG_FILE,
     TOKENIZER_CONFIG_FILE,
-    TOKENIZER_FILES,
+    expand_path,
     hub_id_of,
     list_entries,
     locate_checkpoint,
@@ -64,7 +65,8 @@ from .reports import (
 )
 from .source_configs import config_errors, read_own
 from .source_layouts import LAYOUTS, SourceLayout, recognise_layout
-from .tensor_plan import TensorPlan, plan_tensors
+from .source_tokenizer import SourceTokenizer, resolve_tokenizer, verify_tokenizer
+from .tensor_plan import TensorPlan, check_layers, plan_tensors
 
 
 TARGETS: dict[str, ConversionTarget] = {
@@ -203,9 +205,7 @@ def convert(
     options = {key: value for key, value in options.items() if value is not None}
     dtype_code = _check_dtype(dtype)
     _check_repo_id(push_to_hub)
-    if not os.fspath(dest):
-        raise ConversionError("The destination is empty: give a folder.")
-    dest = Path(dest).expanduser()
+    dest = expand_path(dest, "destination")
     code_files = collect_remote_code(AUTO_MAPS[target.name]).keys()
     # a model of another family may be replaced too
     own_files = {file for auto_map in AUTO_MAPS.values() for file in collect_remote_code(auto_map)}
@@ -223,10 +223,15 @@ def convert(
     tokenizer_config = read_json(companions[TOKENIZER_CONFIG_FILE]) if TOKENIZER_CONFIG_FILE in companions else {}
     config_changes = describe_config_changes(translated.stock_config, config)
     texts = _legacy_generation_config(opened.config, config, companions)
-    if implied := _implied_tokenizer_class(tokenizer_config, translated.stock_config, companions):
-        named = {**tokenizer_config, "tokenizer_class": implied}
+    hub_id = hub_id_of(source, folder)
+    tokenizer = resolve_tokenizer(companions, tokenizer_config, translated.stock_config, config, hub_id)
+    if tokenizer.written:
+        named = {**tokenizer_config, "tokenizer_class": tokenizer.written}
         texts[TOKENIZER_CONFIG_FILE] = json.dumps(named, indent=2, ensure_ascii=False) + "\n"
-        config_changes.append(f"tokenizer_class: {implied!r} (new, in {TOKENIZER_CONFIG_FILE})")
+        before = tokenizer_config.get("tokenizer_class")
+        change = f"{before!r} -> {tokenizer.written!r} (" if before else f"{tokenizer.written!r} (new, "
+        config_changes.append(f"tokenizer_class: {change}in {TOKENIZER_CONFIG_FILE})")
+    verify_tokenizer(tokenizer, companions, texts, config)
     index = [INDEX_FILE] if len(shards) > 1 else []
     read = {*opened.checkpoint.files, INDEX_FILE, CONFIG_FILE, CARD_FILE, *companions}
     card_metadata, card_warnings = read_card_metadata(find_file(folder, CARD_FILE))
@@ -250,6 +255,7 @@ def convert(
             *translated.warnings,
             *plan.warnings,
             *_code_warnings(tokenizer_config),
+            *_tokenizer_warnings(tokenizer),
             *card_warnings,
         ],
         dry_run=dry_run,
@@ -262,7 +268,7 @@ def convert(
                 deque(write.chunks(), maxlen=0)
         return report
 
-    _check_space(dest, report.nbytes)
+    _check_space(dest, report.nbytes + sum(path.stat().st_size for path in companions.values()))
     with staged_folder(dest, overwrite) as staging:
         write_checkpoint(staging, shards, progress)
         verify_checkpoint(staging, shards)
@@ -273,7 +279,7 @@ def convert(
             (staging / name).write_text(text, encoding="utf-8")
         config.save_pretrained(staging)
         _verify_config(config, staging)
-        card = make_model_card(report, target, config.architectures[0], card_metadata, hub_id_of(source, folder))
+        card = make_model_card(report, target, config.architectures[0], card_metadata, hub_id)
         (staging / CARD_FILE).write_text(card, encoding="utf-8")
         report.files = sorted(path.relative_to(staging).as_posix() for path in staging.rglob("*") if path.is_file())
         # writing takes long, and something may have been put there
@@ -304,8 +310,9 @@ def inspect_checkpoint(
             value that the model refuses.
     """
     opened = _open_source(locate_checkpoint(path_or_hub_id, revision, token))
-    own_config = read_own(opened.config, opened.checkpoint.folder / CONFIG_FILE)
     checkpoint = opened.checkpoint
+    own_config = read_own(opened.config, checkpoint.folder / CONFIG_FILE)
+    stock_config = own_config
     conversions, warnings = {}, list(checkpoint.warnings)
     for target in TARGETS.values():
         try:
@@ -314,6 +321,7 @@ def inspect_checkpoint(
             conversions[target.name] = f"no. {error}"
         else:
             fields = ", ".join(f"{option}={getattr(translated.config, option)!r}" for option in target.options)
+            stock_config = translated.stock_config
             conversions[target.name] = f"yes, with {fields} unless asked otherwise. {translated.function_note}"
             warnings += [*translated.warnings, *plan.warnings]
     return CheckpointDescription(
@@ -330,6 +338,7 @@ def inspect_checkpoint(
         files=list(checkpoint.files),
         conversions=conversions,
         warnings=warnings,
+        tokenizer=_tokenizer_class(path_or_hub_id, checkpoint.folder, stock_config),
     )
 
 
@@ -370,6 +379,7 @@ def _plan_conversion(
             f"{target.name} has no option {', '.join(sorted(unknown))}. Its options are: {', '.join(target.options)}."
         )
     accepted = target.sources[layout.name]
+    check_layers(opened.checkpoint, opened.config.get("num_hidden_layers"))
     with config_errors():
         translated = accepted.translate(opened.config, options)
     plan = plan_tensors(
@@ -406,20 +416,10 @@ def _check_repo_id(repo_id: str | None) -> None:
 def _companion_files(folder: Path) -> dict[str, Path]:
     templates = sorted(path.name for path in (folder / CHAT_TEMPLATE_FOLDER).glob("*.jinja"))
     names = [*COMPANION_FILES, *(f"{CHAT_TEMPLATE_FOLDER}/{name}" for name in templates)]
-    found = {name: find_file(folder, name) for name in names}
-    return {name: path for name, path in found.items() if path is not None}
-
-
-def _implied_tokenizer_class(
-    tokenizer_config: dict[str, Any], stock_config: PreTrainedConfig, companions: dict[str, Path]
-) -> str | None:
-    """The class that transformers takes because of the source's config.json, where the tokenizer's own names none."""
-    if tokenizer_config.get("tokenizer_class") or companions.keys().isdisjoint(TOKENIZER_FILES):
-        return None
-    if named := getattr(stock_config, "tokenizer_class", None):
-        return named
-    by_model_type = TOKENIZER_MAPPING.get(type(stock_config), None)
-    return by_model_type and by_model_type.__name__
+    found = {name: path for name in names if (path := find_file(folder, name)) is not None}
+    for path in found.values():
+        check_text_size(path)
+    return found
 
 
 def _code_warnings(tokenizer_config: dict[str, Any]) -> list[str]:
@@ -427,6 +427,23 @@ def _code_warnings(tokenizer_config: dict[str, Any]) -> list[str]:
         return []
     return [
         "The tokenizer needs code of its own (auto_map in tokenizer_config.json). Code is not copied: add it yourself."
+    ]
+
+
+def _tokenizer_class(source: str | os.PathLike, folder: Path, stock_config: PreTrainedConfig | None) -> str | None:
+    """The class that transformers makes of a source's files, where its model type is known."""
+    companions = _companion_files(folder)
+    if stock_config is None:
+        return None
+    content = read_json(companions[TOKENIZER_CONFIG_FILE]) if TOKENIZER_CONFIG_FILE in companions else {}
+    return resolve_tokenizer(companions, content, stock_config, None, hub_id_of(source, folder)).class_name
+
+
+def _tokenizer_warnings(tokenizer: SourceTokenizer) -> list[str]:
+    if tokenizer.problem is None:
+        return []
+    return [
+        f"Transformers cannot load the source's tokenizer here, so it was copied without a check: {tokenizer.problem}"
     ]
 
 
@@ -443,9 +460,15 @@ def _legacy_generation_config(
     source_config: dict[str, Any], config: PreTrainedConfig, companions: dict[str, Path]
 ) -> dict[str, str]:
     """Old checkpoints keep generation parameters in config.json, from where saving the configuration drops them."""
-    if GENERATION_CONFIG_FILE in companions:
+    if path := companions.get(GENERATION_CONFIG_FILE):
+        # with values that the host refuses the converted model would not load
+        with config_errors(f"{path}: "):
+            GenerationConfig.from_dict(read_json(path))
         return {}
-    legacy = GenerationConfig.from_model_config(deepcopy(source_config))
+    with config_errors("Parameters of generation in config.json: "):
+        known = GenerationConfig().to_dict()
+        parameters = {key: value for key, value in source_config.items() if key in known}
+        legacy = GenerationConfig.from_model_config(deepcopy(parameters))
     if legacy.to_diff_dict() == GenerationConfig.from_model_config(config).to_diff_dict():
         return {}
     legacy._from_model_config = False

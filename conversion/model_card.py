@@ -1,16 +1,22 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """The README.md of a converted checkpoint."""
 
+import re
 from pathlib import Path
 
-from huggingface_hub import ModelCard, ModelCardData
-from yaml import YAMLError
+import yaml
+from huggingface_hub import ModelCardData
 
+from .checkpoint_io import read_text
 from .conversion_target import ConversionTarget
+from .errors import ConversionError
 from .reports import ConversionReport
 
 
 SUPPORTED_TRANSFORMERS = "transformers 5.16.1 to 5.24"
+# the block between two lines of dashes at the beginning of a card; more text than any needs takes minutes to parse
+_METADATA = re.compile(r"\s*---[ \t]*\r?\n(.*?)(?:^---[ \t]*\r?$|\Z)", re.DOTALL | re.MULTILINE)
+_METADATA_LIMIT = 100_000
 # what a license field needs beside itself
 _LICENSE_KEYS = ("license", "license_name", "license_link")
 
@@ -20,9 +26,14 @@ def read_card_metadata(path: Path | None) -> tuple[dict, list[str]]:
     if path is None:
         return {}, []
     try:
-        return ModelCard(path.read_text(encoding="utf-8"), ignore_metadata_errors=True).data.to_dict(), []
-    except (ValueError, YAMLError):
+        block = _METADATA.match(read_text(path))
+        metadata = yaml.safe_load(block[1][:_METADATA_LIMIT]) if block else {}
+    # the card is other people's text, and no more than its license is taken from it
+    except (ConversionError, yaml.YAMLError, ValueError, TypeError, AttributeError, KeyError, RecursionError):
+        metadata = None
+    if metadata is None or not isinstance(metadata, dict):
         return {}, [f"The metadata of the source's {path.name} is not valid, so its license was not carried over."]
+    return {key: value for key, value in metadata.items() if key in (*_LICENSE_KEYS, "base_model")}, []
 
 
 def make_model_card(

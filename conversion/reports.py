@@ -105,6 +105,8 @@ class CheckpointDescription:
             Target to what the checkpoint would become, or to the reason why it cannot.
         warnings (`list` of `str`):
             What needs attention.
+        tokenizer (`str`, *optional*):
+            The class that transformers makes of the tokenizer's files; None without such files.
     """
 
     source: str
@@ -120,6 +122,7 @@ class CheckpointDescription:
     files: list[str]
     conversions: dict[str, str]
     warnings: list[str]
+    tokenizer: str | None = None
 
     def __str__(self) -> str:
         shape = (
@@ -128,8 +131,10 @@ class CheckpointDescription:
         )
         shown = {key: self.config[key] for key in shape if key in self.config} | self.own_config
         dtypes = ", ".join(f"{count} {dtype}" for dtype, count in self.dtypes.items())
+        tokenizer = [f"  tokenizer: {self.tokenizer}"] if self.tokenizer else []
         lines = [
             f"{self.source}: {self.kind} ({'; '.join(self.evidence)})",
+            *tokenizer,
             f"  config:   {', '.join(f'{key}={value}' for key, value in shown.items())}",
             f"  tensors:  {self.num_tensors} ({dtypes}), {self.num_parameters:,} values, {format_bytes(self.nbytes)}",
             f"  files:    {_shorten(self.files)}",

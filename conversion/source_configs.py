@@ -8,21 +8,65 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import transformers
 from huggingface_hub.errors import StrictDataclassError
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from depthmix.auto import AUTO_MAPS, auto_classes
+from depthmix.configuration.configuration_depth_common import check_decoder_shape, shown
 
 from .errors import ConversionError
+from .source_keys import (
+    ALIASES,
+    EXECUTION_KEYS,
+    HARMLESS_KEYS,
+    IDENTITY_KEYS,
+    READ_EVERYWHERE,
+    REFUSED_KEYS,
+    TOKENIZER_KEYS,
+    refused_keys,
+)
 
 
-# say what a file is, not how the model computes
-_IDENTITY_KEYS = ("model_type", "architectures", "auto_map", "transformers_version", "_name_or_path")
+def all_fields(config_class: type[PreTrainedConfig], source: dict[str, Any]) -> dict[str, Any]:
+    """
+    What a target that derives from the source's configuration takes over.
+
+    Raises:
+        [`ConversionError`]: for a key that changes what stock code computes and cannot be carried, or a value out of
+            range.
+    """
+    for key, change in refused_keys({field.name for field in fields(config_class)}, source).items():
+        raise ConversionError(
+            f"{key}={shown(source[key])} in config.json: stands for {change}, of which the targets have no "
+            "equivalent, and without which the function would be another."
+        )
+    return _declared_fields(config_class, source)
 
 
-def all_fields(source: dict[str, Any]) -> dict[str, Any]:
-    """What a target that derives from the source's configuration takes over."""
-    return {key: value for key, value in source.items() if key not in _IDENTITY_KEYS}
+def _declared_fields(config_class: type[PreTrainedConfig], source: dict[str, Any]) -> dict[str, Any]:
+    """
+    The keys that a configuration declares or understands. Nothing else of a file may reach it: there it would become
+    an attribute, which hides a method or which the host reads by name.
+    """
+    declared = {field.name for field in fields(config_class)}
+    for key in source:
+        if key not in declared and callable(getattr(config_class, key, None)):
+            raise ConversionError(f"config.json has a key {key}, which is the name of a method of configurations.")
+    kept = {*declared, *ALIASES, *READ_EVERYWHERE} - {*IDENTITY_KEYS, *EXECUTION_KEYS}
+    values = {key: value for key, value in source.items() if key in kept}
+    try:
+        check_decoder_shape(values)
+    except ValueError as error:
+        raise ConversionError(f"{str(error).rstrip('.')} (in config.json).") from error
+    return values
+
+
+def unknown_keys(config_class: type[PreTrainedConfig], source: dict[str, Any]) -> list[str]:
+    """The keys that no stock code reads and that depthmix does not know either."""
+    known = {field.name for field in fields(config_class)} | set(GenerationConfig().to_dict())
+    known |= {*IDENTITY_KEYS, *ALIASES, *READ_EVERYWHERE, *TOKENIZER_KEYS, *REFUSED_KEYS}
+    return sorted(source.keys() - known - EXECUTION_KEYS - HARMLESS_KEYS)
 
 
 @contextmanager
@@ -52,12 +96,14 @@ def read_own(source: dict[str, Any], path: Path) -> PreTrainedConfig | None:
     if not isinstance(model_type, str) or model_type not in AUTO_MAPS:
         return None
     with config_errors(f"{path}: "):
-        return auto_classes(model_type)["AutoConfig"].from_dict(deepcopy(source))
+        config_class = auto_classes(model_type)["AutoConfig"]
+        return config_class.from_dict(deepcopy(_declared_fields(config_class, source)))
 
 
 def read_stock(config_class: type[PreTrainedConfig], source: dict[str, Any]) -> PreTrainedConfig:
-    """A source's configuration as transformers reads it."""
-    return config_class.from_dict(deepcopy(source))
+    """A source's configuration as transformers reads it, without what a file says on how to run the model."""
+    values = all_fields(config_class, source)
+    return config_class.from_dict(deepcopy(values | {key: source[key] for key in TOKENIZER_KEYS if key in source}))
 
 
 def carried_fields(stock_config: PreTrainedConfig, config_class: type[PreTrainedConfig]) -> dict[str, Any]:
@@ -123,11 +169,19 @@ def check_vanilla(source: dict[str, Any], stock_name: str) -> list[str]:
     """
     causal_lm, base_model = f"{stock_name}ForCausalLM", f"{stock_name}Model"
     architectures = source.get("architectures") or [causal_lm]
+    if not isinstance(architectures, list):
+        raise ConversionError(f"architectures is {shown(architectures)}, must be a list of names.")
     # stock transformers loads a base model's checkpoint as a causal language model too
-    if not {causal_lm, base_model} & set(architectures):
-        raise ConversionError(f"architectures is {architectures}. Only causal language models ({causal_lm}) convert.")
+    if causal_lm not in architectures and base_model not in architectures:
+        raise ConversionError(
+            f"architectures is {shown(architectures)}. Only causal language models ({causal_lm}) convert."
+        )
+    warnings = []
     if source.get("auto_map"):
-        return [
+        warnings.append(
             f"The source names code of its own (auto_map). It was ignored: the model is taken for stock {stock_name}."
-        ]
-    return []
+        )
+    if unknown := unknown_keys(getattr(transformers, f"{stock_name}Config"), source):
+        names = ", ".join(shown(key) for key in unknown[:10]) + (", …" if len(unknown) > 10 else "")
+        warnings.append(f"config.json has keys that stock {stock_name} does not read. They were left out: {names}.")
+    return warnings

@@ -2,16 +2,25 @@
 """Which tensor of the source becomes which tensor of the target."""
 
 from collections import Counter
+from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from depthmix.configuration.configuration_depth_common import shown
+
 from .checkpoint_io import FLOAT_DTYPES, Checkpoint, TensorWrite, same_values
 from .conversion_target import NewTensorsFn
-from .errors import raise_problems
+from .errors import ConversionError, raise_problems
 from .source_configs import config_errors
 from .weight_maps import WeightMap
+
+
+# of a decoder layer: seven projections and two norms
+_LEAST_TENSORS = 9
 
 
 @dataclass
@@ -44,9 +53,14 @@ def plan_tensors(
     Raises:
         [`ConversionError`]: listing the tensors that are missing, not expected, of another shape, or quantised.
     """
+    check_layers(checkpoint, config.num_hidden_layers)
     with config_errors():
         shapes, tied = _expected_tensors(model_class, config)
-    start_values = new_tensors(config)
+        # by name only: a checkpoint may claim sizes of which the values do not fit in memory
+        with torch.device("meta"):
+            start_names = new_tensors(config).keys()
+    # made with the first of them that is written
+    start_values = cache(partial(new_tensors, config))
     start_dtype = dtype or _most_common_dtype(checkpoint)
     plan = TensorPlan()
     problems = []
@@ -81,8 +95,9 @@ def plan_tensors(
                         f"would use its separate {stored.name} and not tie it to {partner.name}. Fine-tune it before "
                         "use, or set tie_word_embeddings to false in the source's config.json and convert again."
                     )
-        elif stored is None and name in start_values:
-            plan.writes.append(TensorWrite.from_function(name, start_values[name], start_dtype, shape))
+        elif stored is None and name in start_names:
+            make = partial(lambda name: start_values()[name](), name)
+            plan.writes.append(TensorWrite.from_function(name, make, start_dtype, shape))
             plan.new.append(name)
         elif stored is None:
             problems.append(f"{weight_map.to_source(name)} {_where_missing(name, model_class, checkpoint)}")
@@ -101,10 +116,29 @@ def plan_tensors(
     return plan
 
 
+def check_layers(checkpoint: Checkpoint, layers: Any) -> None:
+    """
+    Compares the number of layers that a config.json claims with the headers, before anything of that size is made.
+
+    Raises:
+        [`ConversionError`]: if a few bytes claim many more layers than there are tensors for. Small differences are
+            named tensor by tensor later, and what is no number by the configuration.
+    """
+    count = len(checkpoint.tensors)
+    if isinstance(layers, int) and layers * _LEAST_TENSORS > 2 * count + 100:
+        raise ConversionError(
+            f"The tensors of {checkpoint.folder} do not fit its config.json: num_hidden_layers={shown(layers)} needs "
+            f"at least {_LEAST_TENSORS} each, and there are {count}."
+        )
+
+
 def _expected_tensors(
     model_class: type[PreTrainedModel], config: PreTrainedConfig
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
     """Shapes by name, and which names are tied to which."""
+    # the attention that needs nothing, whatever is installed: a model that is not run has no use for another
+    config = copy(config)
+    config._attn_implementation = "eager"
     with torch.device("meta"):
         model = model_class(config)
     tied = model._tied_weights_keys if config.tie_word_embeddings else {}

@@ -15,7 +15,7 @@ from transformers import Qwen2Config, Qwen3Config, Qwen3ForCausalLM
 # lets the tests of this folder import what lies beside them
 sys.path.append(str(Path(__file__).parent))
 
-from vanilla_models import VANILLA
+from vanilla_models import STOCK, VANILLA
 
 
 @pytest.fixture
@@ -34,6 +34,27 @@ def vanilla_source(tmp_path, tiny):
                     parameter.add_(0.3 * torch.randn_like(parameter))
         model.save_pretrained(tmp_path / "source")
         return tmp_path / "source"
+
+    return make
+
+
+@pytest.fixture
+def stock_source(tmp_path, tiny):
+    """`stock_source(kind)` saves a small awake model of `STOCK` and returns its folder."""
+
+    def make(kind):
+        config_class, model_class = STOCK[kind]
+        torch.manual_seed(0)
+        shape = {"num_hidden_layers": 2, "intermediate_size": 32}
+        if kind in ("qwen2", "olmo2"):
+            del tiny["head_dim"]
+        model = model_class(config_class(**tiny | shape))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 1:
+                    parameter.add_(0.3 * torch.randn_like(parameter))
+        model.save_pretrained(tmp_path / kind)
+        return tmp_path / kind
 
     return make
 

@@ -1,11 +1,26 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
-"""The stock models that convert to every family on the dense decoder."""
+"""The stock models that convert."""
 
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 
+STOCK = {
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "olmo2": (Olmo2Config, Olmo2ForCausalLM),
+}
 SLIDING = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
-# every way in which the stock models differ on this backbone
+# every way in which those that convert to every family on the dense decoder differ
 VANILLA = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
     "qwen3 with everything": (Qwen3Config, Qwen3ForCausalLM, SLIDING | {"attention_bias": True, "head_dim": 32}),
