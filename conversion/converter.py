@@ -65,6 +65,7 @@ from .reports import (
 from .source_configs import config_errors, read_own
 from .source_layouts import LAYOUTS, SourceLayout, recognise_layout
 from .tensor_plan import TensorPlan, plan_tensors
+from .travelling_files import clean_companions, drop_undeclared
 
 
 TARGETS: dict[str, ConversionTarget] = {
@@ -227,6 +228,8 @@ def convert(
         named = {**tokenizer_config, "tokenizer_class": implied}
         texts[TOKENIZER_CONFIG_FILE] = json.dumps(named, indent=2, ensure_ascii=False) + "\n"
         config_changes.append(f"tokenizer_class: {implied!r} (new, in {TOKENIZER_CONFIG_FILE})")
+    texts, left_behind = clean_companions(companions, texts)
+    config_changes += left_behind
     index = [INDEX_FILE] if len(shards) > 1 else []
     read = {*opened.checkpoint.files, INDEX_FILE, CONFIG_FILE, CARD_FILE, *companions}
     card_metadata, card_warnings = read_card_metadata(find_file(folder, CARD_FILE))
@@ -267,6 +270,8 @@ def convert(
         write_checkpoint(staging, shards, progress)
         verify_checkpoint(staging, shards)
         for name, path in companions.items():
+            if name in texts:
+                continue
             (staging / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(path, staging / name)
         for name, text in texts.items():
@@ -372,6 +377,7 @@ def _plan_conversion(
     accepted = target.sources[layout.name]
     with config_errors():
         translated = accepted.translate(opened.config, options)
+        drop_undeclared(translated.config)
     plan = plan_tensors(
         opened.checkpoint, accepted.weight_map, target.model_class, translated.config, accepted.new_tensors, dtype
     )
@@ -426,7 +432,8 @@ def _code_warnings(tokenizer_config: dict[str, Any]) -> list[str]:
     if "auto_map" not in tokenizer_config:
         return []
     return [
-        "The tokenizer needs code of its own (auto_map in tokenizer_config.json). Code is not copied: add it yourself."
+        "The tokenizer needs code of its own (auto_map in tokenizer_config.json). Neither the code nor the pointer to "
+        "it is copied: the converted folder has the tokenizer that transformers makes of the other files."
     ]
 
 
