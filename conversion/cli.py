@@ -17,6 +17,7 @@ from depthmix.version import __version__
 from .checkpoint_io import read_json
 from .converter import DTYPES, TARGETS, convert, inspect_checkpoint
 from .errors import ConversionError
+from .plain_text import printable_lines
 from .source_configs import read_own
 
 
@@ -31,7 +32,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         with _exit_on_signals():
             print(run(**arguments))
     except (ConversionError, OSError) as error:
-        sys.exit(f"depthmix: error: {error}")
+        # the message of an error of the system names paths as they are
+        sys.exit(printable_lines(f"depthmix: error: {error}"))
     except KeyboardInterrupt:
         print("depthmix: interrupted", file=sys.stderr)
         sys.exit(130)
@@ -111,6 +113,7 @@ def _make_parser() -> argparse.ArgumentParser:
         "--shard-size", default="5GB", metavar="SIZE", help="most bytes per file (default: %(default)s)"
     )
     command.add_argument("--push-to-hub", metavar="REPO", help="upload the result to this Hub repository")
+    command.add_argument("--private", action="store_true", help="make that repository a private one")
     command.add_argument(
         "--overwrite", action="store_true", help="replace a model in DEST once the new one is complete"
     )

@@ -54,6 +54,7 @@ from .convert_to_moda_olmo2 import TARGET as MODA_OLMO2
 from .errors import ConversionError
 from .model_card import make_model_card, read_card_metadata
 from .output_folder import check_apart, check_destination, staged_folder
+from .plain_text import hidden_tokens, without_token
 from .reports import (
     CheckpointDescription,
     ConversionReport,
@@ -100,6 +101,7 @@ def convert(
     dtype: str | torch.dtype | None = None,
     shard_size: int | str = "5GB",
     push_to_hub: str | None = None,
+    private: bool = False,
     revision: str | None = None,
     token: str | None = None,
     overwrite: bool = False,
@@ -156,10 +158,12 @@ def convert(
             Most bytes of tensors per file: a number above 0, or text such as `"5GB"`.
         push_to_hub (`str`, *optional*):
             Hub repository that the finished folder is uploaded to. It is created if it is not there.
+        private (`bool`, *optional*, defaults to `False`):
+            Make that repository a private one. A public one that is there already is refused.
         revision (`str`, *optional*):
             Branch, tag or commit of a source on the Hub.
         token (`str`, *optional*):
-            Token for the Hub. Left out, the one that is logged in.
+            Token for the Hub. Left out or empty, the one that is logged in. No message or log shows it.
         overwrite (`bool`, *optional*, defaults to `False`):
             Replace a model that is in `dest`, once the new one is complete. Refused if other files are there too.
         dry_run (`bool`, *optional*, defaults to `False`):
@@ -204,6 +208,9 @@ def convert(
     options = {key: value for key, value in options.items() if value is not None}
     dtype_code = _check_dtype(dtype)
     _check_repo_id(push_to_hub)
+    if private and push_to_hub is None:
+        raise ConversionError("private: is for the repository of push_to_hub, which is not given.")
+    token = _check_token(token)
     if not os.fspath(dest):
         raise ConversionError("The destination is empty: give a folder.")
     dest = Path(dest).expanduser()
@@ -211,7 +218,8 @@ def convert(
     # a model of another family may be replaced too
     own_files = {file for auto_map in AUTO_MAPS.values() for file in collect_remote_code(auto_map)}
     check_destination(dest, overwrite, own_files)
-    folder = locate_checkpoint(source, revision, token)
+    with hidden_tokens(token):
+        folder = locate_checkpoint(source, revision, token)
     check_apart(dest, folder)
 
     opened = _open_source(folder)
@@ -285,7 +293,8 @@ def convert(
         if overwrite:
             check_destination(dest, overwrite, own_files)
     if push_to_hub is not None:
-        report.pushed_to = _push(dest, push_to_hub, token)
+        with hidden_tokens(token):
+            report.pushed_to = _push(dest, push_to_hub, token, private)
     return report
 
 
@@ -308,7 +317,10 @@ def inspect_checkpoint(
         [`ConversionError`]: if the checkpoint cannot be read, or is a model of this package whose configuration has a
             value that the model refuses.
     """
-    opened = _open_source(locate_checkpoint(path_or_hub_id, revision, token))
+    token = _check_token(token)
+    with hidden_tokens(token):
+        folder = locate_checkpoint(path_or_hub_id, revision, token)
+    opened = _open_source(folder)
     own_config = read_own(opened.config, opened.checkpoint.folder / CONFIG_FILE)
     checkpoint = opened.checkpoint
     conversions, warnings = {}, list(checkpoint.warnings)
@@ -406,7 +418,9 @@ def _check_repo_id(repo_id: str | None) -> None:
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
-        raise ConversionError(f"push_to_hub={repo_id!r}: not the name of a Hub repository. {error}") from error
+        raise ConversionError(f"push_to_hub={repo_id!r}: not the name of a Hub repository. {error}") from (
+            without_token(error)
+        )
 
 
 def _companion_files(folder: Path) -> dict[str, Path]:
@@ -468,10 +482,23 @@ def _verify_config(config: PreTrainedConfig, folder: Path) -> None:
         raise ConversionError(f"config.json does not give the same configuration back: {', '.join(differing)}.")
 
 
-def _push(dest: Path, repo_id: str, token: str | None) -> str:
+def _check_token(token: str | bool | None) -> str | bool | None:
+    """The token without the white space that files and clipboards add; None for none, as for an empty one."""
+    if not isinstance(token, str):
+        return token
+    token = token.strip()
+    if not (token.isascii() and token.isprintable()) or " " in token:
+        raise ConversionError("token: must be one word of ASCII characters. It is not shown here.")
+    return token or None
+
+
+def _push(dest: Path, repo_id: str, token: str | bool | None, private: bool) -> str:
     api = HfApi(token=token)
     try:
-        address = api.create_repo(repo_id, exist_ok=True)
+        address = api.create_repo(repo_id, private=private or None, exist_ok=True)
+        # one that was there already keeps its visibility
+        if private and not api.model_info(repo_id).private:
+            raise ConversionError("it is there already and is public, and private was asked for.")
         # weights of an earlier upload must not stay beside the new ones
         api.upload_folder(
             repo_id=repo_id,
@@ -482,7 +509,7 @@ def _push(dest: Path, repo_id: str, token: str | None) -> str:
     # without a network the errors are those of the Hub client's HTTP library
     except Exception as error:
         raise ConversionError(
-            f"The conversion is complete in {dest}, but pushing to {repo_id} failed: {error}\n"
-            f"To upload it later: {shlex.join(['hf', 'upload', repo_id, str(dest)])}"
-        ) from error
+            f"The conversion is complete in {dest}, but pushing to {repo_id} failed: {error}",
+            f"To upload it later: {shlex.join(['hf', 'upload', repo_id, str(dest)])}",
+        ) from without_token(error)
     return str(address)

@@ -20,19 +20,17 @@ from .checkpoint_source import GENERATION_CONFIG_FILE, TOKENIZER_CONFIG_FILE
 
 
 # what tokenizers are built from; special tokens, `<name>_token`, besides
-_TOKENIZER_KEYS = frozenset(
-    """
-    add_bos_token add_eos_token add_prefix_space added_tokens_decoder additional_special_tokens backend
-    chat_control_tokens chat_template clean_up_tokenization_spaces
-    clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output do_basic_tokenize do_lower_case errors
-    extra_ids extra_special_tokens fix_mistral_regex from_slow legacy max_len max_length merges model_input_names
-    model_max_length model_specific_special_tokens never_split pad_to_multiple_of pad_token_type_id padding
-    padding_side response_template sp_model_kwargs spaces_between_special_tokens special_tokens_pattern
-    split_special_tokens stride strip_accents token_type_ids_include_special_tokens token_type_ids_pattern
-    tokenize_chinese_chars tokenizer_class tokenizer_padding tokenizer_truncation transformers_version trim_offsets
-    truncation truncation_side truncation_strategy unk_id use_default_system_prompt use_fast vocab wordpieces_prefix
-    """.split()
-)
+_TOKENIZER_KEYS = """
+add_bos_token add_eos_token add_prefix_space added_tokens_decoder additional_special_tokens backend
+chat_control_tokens chat_template clean_up_tokenization_spaces
+clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output do_basic_tokenize do_lower_case errors
+extra_ids extra_special_tokens fix_mistral_regex from_slow legacy max_len max_length merges model_input_names
+model_max_length model_specific_special_tokens never_split pad_to_multiple_of pad_token_type_id padding
+padding_side response_template sp_model_kwargs spaces_between_special_tokens special_tokens_pattern
+split_special_tokens stride strip_accents token_type_ids_include_special_tokens token_type_ids_pattern
+tokenize_chinese_chars tokenizer_class tokenizer_padding tokenizer_truncation transformers_version trim_offsets
+truncation truncation_side truncation_strategy unk_id use_default_system_prompt use_fast vocab wordpieces_prefix
+"""
 _SPECIAL_TOKEN = re.compile(r"\w+_tokens?")
 # backends that run, not what is generated
 _EXECUTION_KEYS = frozenset(("compile_config", "continuous_batching_config"))
@@ -104,7 +102,7 @@ def _may_configure_generation(key: str, value: Any) -> bool:
 
 
 def _may_configure_tokenizer(key: str, value: Any) -> bool:
-    return key in _TOKENIZER_KEYS or _is_special_token(key, value)
+    return key in _TOKENIZER_KEYS.split() or _is_special_token(key, value)
 
 
 def _is_special_token(key: str, value: Any) -> bool:
