@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from depthmix.auto import AUTO_MAPS
-from depthmix.hub import users_references, write_remote_code
+from depthmix.hub import users_references, write_in_place, write_remote_code
 from depthmix.version import __version__
 
 from .checkpoint_io import read_json
@@ -29,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = vars(_make_parser().parse_args(argv))
     run = arguments.pop("run")
     try:
-        with _exit_on_signals():
+        # without arguments of a caller this is all that the process does
+        with _exit_on_signals(is_process=argv is None):
             print(run(**arguments))
     except (ConversionError, OSError) as error:
         # the message of an error of the system names paths as they are
@@ -40,27 +41,36 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 @contextmanager
-def _exit_on_signals() -> Iterator[None]:
-    """Signals that would end the process at once unwind it instead, so that nothing half-written is left."""
+def _exit_on_signals(is_process: bool) -> Iterator[None]:
+    """
+    Signals that would end the process at once unwind it instead, so that nothing half-written is left. A second one
+    must not break off the cleaning up, nor the end of the process.
+    """
 
     def leave(number, frame):
-        # a second one must not break off the cleaning up; `timeout` sends two
         for other in taken:
             signal.signal(other, signal.SIG_IGN)
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
         sys.exit(128 + number)
 
     # python handles signals in the main thread only
     in_main_thread = threading.current_thread() is threading.main_thread()
-    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if in_main_thread and hasattr(signal, name)]
+    names = ("SIGINT", "SIGTERM", "SIGHUP") if in_main_thread else ()
+    found = {number: signal.getsignal(number) for name in names if (number := getattr(signal, name, None))}
     # what the caller handles, or ignores as nohup does, stays so
-    taken = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
+    ends_at_once = (signal.SIG_DFL, signal.default_int_handler)
+    taken = {number: handler for number, handler in found.items() if handler in ends_at_once}
     try:
         for number in taken:
             signal.signal(number, leave)
         yield
     finally:
-        for number in taken:
-            signal.signal(number, signal.SIG_DFL)
+        for number, handler in taken.items():
+            if not is_process:
+                signal.signal(number, handler)
+            elif signal.getsignal(number) is leave:
+                signal.signal(number, signal.SIG_DFL)
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -151,7 +161,7 @@ def _bundle(directory: Path) -> str:
     read_own(config, config_path)
     files = write_remote_code(directory, AUTO_MAPS[model_type])
     config["auto_map"] = AUTO_MAPS[model_type] | users_references(auto_map, files)
-    config_path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    write_in_place(config_path, json.dumps(config, indent=2, sort_keys=True) + "\n")
     return "\n".join(files)
 
 

@@ -9,6 +9,7 @@ import shutil
 from collections import deque
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from huggingface_hub.utils import validate_repo_id
 from transformers import TOKENIZER_MAPPING, GenerationConfig, PreTrainedConfig
 
 from depthmix.auto import AUTO_MAPS
-from depthmix.hub import collect_remote_code
+from depthmix.hub import MANIFEST, collect_remote_code
 
 from .checkpoint_io import (
     FLOAT_DTYPES,
@@ -53,7 +54,7 @@ from .convert_to_mhc import TARGET as MHC
 from .convert_to_moda_olmo2 import TARGET as MODA_OLMO2
 from .errors import ConversionError
 from .model_card import make_model_card, read_card_metadata
-from .output_folder import check_apart, check_destination, staged_folder
+from .output_folder import check_apart, check_destination, check_model_only, clear_leftovers, staged_folder
 from .plain_text import hidden_tokens, without_token
 from .reports import (
     CheckpointDescription,
@@ -112,8 +113,9 @@ def convert(
     Converts a checkpoint and writes the result to a folder, with tokenizer, generation config, code and model card.
 
     The tensors are copied a few megabytes at a time, so the memory that is needed does not depend on the model. The
-    folder appears when everything is written and checked; a failure before that leaves nothing and changes nothing.
-    Only a process that is killed can leave a hidden folder, `.<name>.<hex>.incomplete`, beside `dest`. A process that
+    folder appears when everything is written, checked and on the disk; a failure before that leaves nothing and
+    changes nothing. Only a process that is killed can leave a hidden folder, `.<name>.<hex>.incomplete` or
+    `.<name>.<hex>.replaced`, beside `dest`; the next conversion to `dest` clears it up and says so. A process that
     wants to clean up on SIGTERM has to turn it into an exception, as the `depthmix` command does.
 
     Args:
@@ -214,9 +216,10 @@ def convert(
     if not os.fspath(dest):
         raise ConversionError("The destination is empty: give a folder.")
     dest = Path(dest).expanduser()
-    code_files = collect_remote_code(AUTO_MAPS[target.name]).keys()
+    code_files = {MANIFEST, *collect_remote_code(AUTO_MAPS[target.name])}
     # a model of another family may be replaced too
-    own_files = {file for auto_map in AUTO_MAPS.values() for file in collect_remote_code(auto_map)}
+    own_files = {MANIFEST, *(file for auto_map in AUTO_MAPS.values() for file in collect_remote_code(auto_map))}
+    remarks = [] if dry_run else clear_leftovers(dest, own_files)
     check_destination(dest, overwrite, own_files)
     with hidden_tokens(token):
         folder = locate_checkpoint(source, revision, token)
@@ -257,6 +260,7 @@ def convert(
         files=sorted({*shards, *index, *companions, *texts, CONFIG_FILE, CARD_FILE, *code_files}),
         not_copied=[name for name in list_entries(folder) if name not in read],
         warnings=[
+            *remarks,
             *opened.checkpoint.warnings,
             *translated.warnings,
             *plan.warnings,
@@ -274,7 +278,8 @@ def convert(
         return report
 
     _check_space(dest, report.nbytes)
-    with staged_folder(dest, overwrite) as staging:
+    check_replaced = partial(check_model_only, code_files=own_files)
+    with staged_folder(dest, overwrite, check_replaced, more_follows=push_to_hub is not None) as staging:
         write_checkpoint(staging, shards, progress)
         verify_checkpoint(staging, shards)
         for name, path in companions.items():
@@ -292,6 +297,7 @@ def convert(
         # writing takes long, and something may have been put there
         if overwrite:
             check_destination(dest, overwrite, own_files)
+    report.warnings += clear_leftovers(dest, own_files)
     if push_to_hub is not None:
         with hidden_tokens(token):
             report.pushed_to = _push(dest, push_to_hub, token, private)

@@ -5,17 +5,35 @@ Self-contained code for saved models, so that they load with `trust_remote_code=
 Transformers copies remote code as flat files that import each other by `from .name import …`. The modules of this
 package import across folders by `from depthmix.<folder>.<module> import …`, one module per statement, and have names
 that are unique over all folders: so one substitution turns them into such files, with comments and line numbers kept.
+The configuration's file gets one addition, by which it brings the models' files along.
+
+Beside the code lies `depthmix_code.json`, which lists these files with their hashes.
 """
 
 import functools
+import hashlib
+import json
+import logging
+import os
 import re
-from collections.abc import Collection
+import secrets
+import shutil
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
 from transformers.utils import CONFIG_NAME
 
+from depthmix.releases import released_hashes
+from depthmix.version import __version__
 
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "depthmix_code.json"
+# the name of a file that is being written
+UNFINISHED_FILE = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 BUNDLED_FOLDERS = ("configuration", "modeling", "kernels")
 _ACROSS_FOLDERS = re.compile(rf"^from depthmix\.(?:{'|'.join(BUNDLED_FOLDERS)})\.(\w+) import\b", re.MULTILINE)
 _SIBLING = re.compile(r"^\s*from \.(\w+) import\b", re.MULTILINE)
@@ -40,15 +58,111 @@ def collect_remote_code(auto_map: dict[str, str]) -> dict[str, str]:
             raise ImportError(f"{module}.py: `{statement[0].strip()}` cannot be part of a saved model's code.")
         files[f"{module}.py"] = code
         pending += _SIBLING.findall(code)
+    if "AutoConfig" in auto_map:
+        files[f"{auto_map['AutoConfig'].split('.')[0]}.py"] += _naming_of_models(auto_map)
     return dict(sorted(files.items()))
 
 
 def write_remote_code(directory: str | Path, auto_map: dict[str, str]) -> list[str]:
-    """Writes these modules into a folder and returns their file names."""
+    """
+    Writes these modules and the list of their hashes into a folder, and returns the file names of the modules.
+
+    What is not ours is not lost: a file that somebody has edited is kept under another name, which is logged, and a
+    link is replaced, not followed.
+    """
     files = collect_remote_code(auto_map)
+    folder = Path(directory)
+    for name in _edited_files(folder, files):
+        kept = next(path for path in _other_names(folder / name) if not os.path.lexists(path))
+        os.rename(folder / name, kept)
+        logger.warning(f"{folder / name} had been edited. It is kept as {kept.name}; {name} is now depthmix's own.")
     for name, code in files.items():
-        Path(directory, name).write_text(code, encoding="utf-8", newline="\n")
+        write_in_place(folder / name, code)
+    content = {"depthmix": __version__, "files": {name: hash_code(code) for name, code in files.items()}}
+    write_in_place(folder / MANIFEST, json.dumps(content, indent=2) + "\n")
     return list(files)
+
+
+def hash_code(code: str | bytes) -> str:
+    return hashlib.sha256(code.encode() if isinstance(code, str) else code).hexdigest()
+
+
+def read_manifest(folder: Path) -> dict[str, str]:
+    """The files that a folder's list names, with their hashes; empty if there is no such list."""
+    try:
+        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        return {str(name): str(digest) for name, digest in files.items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return {}
+
+
+def write_in_place(path: Path, text: str) -> None:
+    """Writes a file that is there completely or not at all."""
+    with replacing(path) as unfinished:
+        unfinished.write_text(text, encoding="utf-8", newline="\n")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path beside `path` that takes its place when the block ends. A link is replaced, not followed."""
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        yield unfinished
+        if path.is_file() and not path.is_symlink():
+            shutil.copymode(path, unfinished)
+        with open(unfinished, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
+def _naming_of_models(auto_map: dict[str, str]) -> str:
+    """
+    Statements that make transformers copy the models' files wherever it copies the configuration's: it follows the
+    text of a file. A configuration that is loaded from a folder and saved by itself then is a complete model's.
+    """
+    references = [reference.split(".") for auto_class, reference in auto_map.items() if auto_class != "AutoConfig"]
+    config_module = auto_map["AutoConfig"].split(".")[0]
+    classes = {module: sorted(name for other, name in references if other == module) for module, _ in references}
+    classes.pop(config_module, None)
+    if not classes:
+        return ""
+    statements = "\n".join(
+        f"    from .{module} import {', '.join(names)}" for module, names in sorted(classes.items())
+    )
+    return f'''
+
+def _models_of_this_configuration():
+    """Never called. Transformers copies the files that it names along with this one."""
+{statements}
+'''
+
+
+def _edited_files(folder: Path, files: dict[str, str]) -> list[str]:
+    """Which of these files are in a folder with content that is not, and never was, depthmix's."""
+    listed = read_manifest(folder)
+    edited = []
+    for name, code in files.items():
+        path = folder / name
+        if path.is_symlink() or not path.is_file():
+            continue
+        digest = hash_code(path.read_bytes())
+        released = {
+            release["files"].get(name) for families in released_hashes().values() for release in families.values()
+        }
+        # transformers copies the package's own file for classes that are registered by hand
+        own = {hash_code(code), hash_code(_module_path(name.removesuffix(".py")).read_bytes())}
+        if digest not in released | own | {listed.get(name)}:
+            edited.append(name)
+    return edited
+
+
+def _other_names(path: Path) -> Iterator[Path]:
+    yield path.with_name(f"{path.name}.edited")
+    for number in range(2, 10_000):
+        yield path.with_name(f"{path.name}.edited{number}")
 
 
 def users_references(auto_map: dict | None, code_files: Collection[str]) -> dict:
@@ -86,6 +200,8 @@ def ship_remote_code(config_class: type, auto_map: dict[str, str]) -> None:
                 self.auto_map = auto_map | users_references(saved, write_remote_code(path.parent, auto_map))
             elif saved is not None:
                 self.auto_map = users_references(saved, collect_remote_code(auto_map))
+            with replacing(path) as unfinished:
+                return original(self, unfinished, use_diff=use_diff)
         return original(self, json_file_path, use_diff=use_diff)
 
     to_json_file.ships_remote_code = config_class
