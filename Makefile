@@ -5,7 +5,7 @@ OLDEST := .venv-oldest
 PRINT_SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-fast test-gpu quality style clean
+.PHONY: demo test test-fast test-gpu kill quality style clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/python examples/demo.py
@@ -22,6 +22,13 @@ test-fast: $(VENV)/ready
 
 test-gpu: $(VENV)/ready
 	$(VENV)/bin/python -m pytest tests/gpu tests/kernels
+
+# conversions that signals meet at random points: make kill TRIALS=1000 SEED=1
+TRIALS ?= 300
+SEED ?= 0
+kill: $(VENV)/ready
+	DEPTHMIX_KILL=$(TRIALS) DEPTHMIX_KILL_SEED=$(SEED) \
+	    $(VENV)/bin/python -m pytest -n 0 -s -k random_points tests/conversion/test_kill.py
 
 quality: $(VENV)/ready
 	$(VENV)/bin/ruff check .

@@ -260,7 +260,6 @@ def convert(
         files=sorted({*shards, *index, *companions, *texts, CONFIG_FILE, CARD_FILE, *code_files}),
         not_copied=[name for name in list_entries(folder) if name not in read],
         warnings=[
-            *remarks,
             *opened.checkpoint.warnings,
             *translated.warnings,
             *plan.warnings,
@@ -297,7 +296,8 @@ def convert(
         # writing takes long, and something may have been put there
         if overwrite:
             check_destination(dest, overwrite, own_files)
-    report.warnings += clear_leftovers(dest, own_files)
+    # not in the card, which others read
+    report.warnings += [*remarks, *clear_leftovers(dest, own_files)]
     if push_to_hub is not None:
         with hidden_tokens(token):
             report.pushed_to = _push(dest, push_to_hub, token, private)
