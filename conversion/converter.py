@@ -220,7 +220,11 @@ def convert(
     # a model of another family may be replaced too
     own_files = {MANIFEST, *(file for auto_map in AUTO_MAPS.values() for file in collect_remote_code(auto_map))}
     remarks = [] if dry_run else clear_leftovers(dest, own_files)
-    check_destination(dest, overwrite, own_files)
+    try:
+        check_destination(dest, overwrite, own_files)
+    except ConversionError as error:
+        # there will be no report
+        raise ConversionError(*str(error).split("\n"), *remarks) from error
     with hidden_tokens(token):
         folder = locate_checkpoint(source, revision, token)
     check_apart(dest, folder)

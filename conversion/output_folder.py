@@ -114,8 +114,11 @@ def clear_leftovers(dest: Path, code_files: Collection[str]) -> list[str]:
                         f"An earlier run was ended while it replaced {dest}. The older model is back there."
                     )
                     continue
-                names = [name for name in foreign_entries(folder, code_files) if not UNFINISHED_FILE.fullmatch(name)]
-                if names:
+                try:
+                    foreign = foreign_entries(folder, code_files)
+                except ConversionError as error:
+                    foreign = [str(error)]
+                if names := [name for name in foreign if not UNFINISHED_FILE.fullmatch(name)]:
                     remarks.append(f"{folder} is left over and holds {', '.join(names[:5])}, so it was not removed.")
                     continue
                 shutil.rmtree(folder, ignore_errors=True)

@@ -208,6 +208,75 @@ def ship_remote_code(config_class: type, auto_map: dict[str, str]) -> None:
     config_class.to_json_file = to_json_file
 
 
+def refuse_foreign_configurations(config_class: type, auto_map: dict[str, str]) -> None:
+    """
+    Makes a configuration class refuse a configuration that names other people's code.
+
+    Model types are short names that others use too. A class that is registered is taken before the code that a
+    checkpoint names, so such a checkpoint would be loaded as something that it is not.
+    """
+    original = config_class.from_dict
+    if getattr(original, "refuses_foreign_code", None) is config_class:
+        return
+    own_files = collect_remote_code(auto_map).keys() | {
+        name
+        for release in released_hashes().values()
+        for name in release.get(config_class.model_type, {}).get("files", ())
+    }
+
+    @functools.wraps(original.__func__)
+    def from_dict(cls, config_dict, **kwargs):
+        # a subclass with a `model_type` of its own has code of its own
+        if cls.model_type == config_class.model_type and (named := _foreign_code(config_dict, own_files, cls)):
+            raise ValueError(
+                f"The model type is {cls.model_type!r}, which is also the name of one of depthmix's, but auto_map is "
+                f"{named}: this is another model, and {cls.__name__} does not load it. Load it in a process that does "
+                "not import depthmix, with trust_remote_code=True if you trust its code. Beside depthmix its classes "
+                "are those of transformers.dynamic_module_utils.get_class_from_dynamic_module(REFERENCE, FOLDER)."
+            )
+        return original.__func__(cls, config_dict, **kwargs)
+
+    from_dict.refuses_foreign_code = config_class
+    config_class.from_dict = classmethod(from_dict)
+
+
+def refuse_foreign_tensors(model_class: type) -> None:
+    """Makes a model class refuse a checkpoint of which no tensor is one of its own: the model would be random."""
+    original = model_class.from_pretrained
+    if getattr(original, "refuses_foreign_tensors", None) is model_class:
+        return
+
+    @functools.wraps(original.__func__)
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info=False, **kwargs):
+        model, info = original.__func__(cls, pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        others, missing = sorted(info["unexpected_keys"]), set(info["missing_keys"])
+        if others and all(name in missing for name, _ in model.named_parameters()):
+            shown = ", ".join(repr(name)[:100] for name in others[:3])
+            raise ValueError(
+                f"{str(pretrained_model_name_or_path)!r} has {len(others)} tensors, and {cls.__name__} has none of "
+                f"these names ({shown}, ...). It is the checkpoint of another model."
+            )
+        return (model, info) if output_loading_info else model
+
+    from_pretrained.refuses_foreign_tensors = model_class
+    model_class.from_pretrained = classmethod(from_pretrained)
+
+
+def _foreign_code(config_dict: dict, own_files: Collection[str], config_class: type) -> str | None:
+    """What an `auto_map` says, in short, if its configuration or all of its models are not depthmix's."""
+    saved = config_dict.get("auto_map")
+    if not isinstance(saved, dict) or not saved:
+        return None
+    foreign = users_references(saved, own_files)
+    is_foreign = "AutoConfig" in foreign if "AutoConfig" in saved else len(foreign) == len(saved)
+    # other people's files may have the same names; our configurations always have their own fields
+    backbone = next(base for base in config_class.__mro__ if base.__module__.startswith("transformers."))
+    own_fields = config_class.__dataclass_fields__.keys() - backbone.__dataclass_fields__.keys()
+    if not is_foreign and own_fields.isdisjoint(config_dict):
+        return f"{str(saved)[:200]!r} and none of its fields is among {', '.join(sorted(own_fields))}"
+    return f"{str(foreign)[:200]!r}" if is_foreign else None
+
+
 def _module_path(module: str) -> Path:
     for folder in BUNDLED_FOLDERS:
         spec = find_spec(f"depthmix.{folder}.{module}")
