@@ -15,6 +15,7 @@ from depthmix.hub import users_references, write_in_place, write_remote_code
 from depthmix.version import __version__
 
 from .checkpoint_io import read_json
+from .code_check import verify_code
 from .converter import DTYPES, TARGETS, convert, inspect_checkpoint
 from .errors import ConversionError
 from .plain_text import printable_lines
@@ -142,6 +143,15 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     command.set_defaults(run=_bundle)
     command.add_argument("directory", metavar="DIR", type=Path, help="folder of a saved depthmix model")
+
+    command = commands.add_parser(
+        "verify",
+        help="say whose code a saved model has",
+        description="Says whether the code in a saved model's folder is exactly that of a release of depthmix, and "
+        "that nothing in it leads to other code; exits with 1 and a list if not.",
+    )
+    command.set_defaults(run=verify_code)
+    command.add_argument("folder", metavar="DIR", help="folder of a saved depthmix model")
     return parser
 
 

@@ -46,6 +46,7 @@ from .checkpoint_source import (
     list_entries,
     locate_checkpoint,
 )
+from .code_check import verify_code
 from .conversion_target import ConversionTarget, TranslatedConfig
 from .convert_to_attnres import TARGET as ATTNRES
 from .convert_to_denseformer import TARGET as DENSEFORMER
@@ -297,6 +298,8 @@ def convert(
         card = make_model_card(report, target, config.architectures[0], card_metadata, hub_id_of(source, folder))
         (staging / CARD_FILE).write_text(card, encoding="utf-8")
         report.files = sorted(path.relative_to(staging).as_posix() for path in staging.rglob("*") if path.is_file())
+        # nothing but this version's code must be reachable from what others will load
+        verify_code(staging)
         # writing takes long, and something may have been put there
         if overwrite:
             check_destination(dest, overwrite, own_files)

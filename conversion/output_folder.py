@@ -253,8 +253,8 @@ def _made_and_locked(folder: Path) -> Iterator[None]:
     """A new folder, locked for as long as the block runs, and removed if it raises."""
     made = False
     while not made:
-        folder.mkdir(exist_ok=True)
         try:
+            folder.mkdir(exist_ok=True)
             with _locked(folder) as is_mine:
                 # another run that clears up may have taken it for a leftover before it was locked
                 made = is_mine is not False and folder.exists()
