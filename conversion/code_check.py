@@ -21,7 +21,7 @@ from .plain_text import printable
 
 
 _CODE_SUFFIXES = (".py", ".pyc", ".pyo", ".pyw", ".pyd", ".so", ".dll", ".dylib", ".pth", ".ipynb", ".sh")
-_UNSAFE_SUFFIXES = (*PICKLE_SUFFIXES, ".pkl", ".pickle", ".joblib", ".npy", ".npz", ".h5", ".keras", ".msgpack", ".ot")
+_UNSAFE_SUFFIXES = (*PICKLE_SUFFIXES, ".pkl", ".pickle", ".joblib", ".npy", ".npz", ".h5", ".keras", ".msgpack")
 # files by which a library takes classes or modules from their names
 _NAMING_FILES = ("adapter_config.json", "modules.json", "model_index.json")
 # keys by which code is named, wherever they stand
