@@ -64,7 +64,11 @@ def register() -> None:
     for model_type, auto_map in AUTO_MAPS.items():
         classes = auto_classes(model_type)
         config_class = classes.pop("AutoConfig")
-        other = CONFIG_MAPPING.get(model_type, config_class)
+        # its `get` does not know what was registered
+        try:
+            other = CONFIG_MAPPING[model_type]
+        except KeyError:
+            other = config_class
         if not other.__module__.startswith("depthmix."):
             logger.warning(
                 f"The model type {model_type!r} was that of {other.__module__}.{other.__name__}. After `import "
