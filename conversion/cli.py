@@ -27,11 +27,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     Runs the command; exits with 1 and one message if a checkpoint is refused, with 2 for wrong usage, and with
     128 + n, cleaned up, for a signal n that ends it.
     """
-    arguments = vars(_make_parser().parse_args(argv))
-    run = arguments.pop("run")
     try:
         # without arguments of a caller this is all that the process does
         with _exit_on_signals(is_process=argv is None):
+            arguments = vars(_make_parser().parse_args(argv))
+            run = arguments.pop("run")
             print(run(**arguments))
     except (ConversionError, OSError) as error:
         # the message of an error of the system names paths as they are

@@ -32,7 +32,8 @@ SIGNALS = {
     "SIGINT twice": (signal.SIGINT, signal.SIGINT),
 }
 OLDER = ("none", "exchanged", "moved away")
-STATUSES = {0, 130, 143, -signal.SIGKILL}
+# the last two: before the command has begun
+STATUSES = {0, 130, 143, -signal.SIGKILL, -signal.SIGINT, -signal.SIGTERM}
 TIMEOUT = 120
 # the operations by which a folder appears and an older one goes; half of the trials meet one of these
 LAST_EVENTS = 60
@@ -51,7 +52,7 @@ def run(arguments, log, *, events_of=None, numbers=(), at=0, exchange=True, dela
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
         # a background shell hands these down as ignored
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
         if not exchange:
