@@ -5,7 +5,7 @@ OLDEST := .venv-oldest
 PRINT_SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all test-fast test-gpu fuzz quality style clean
+.PHONY: demo test test-all test-fast test-gpu fuzz kill quality style clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/python examples/demo.py
@@ -33,6 +33,13 @@ test-gpu: $(VENV)/ready
 fuzz: $(VENV)/ready
 	FUZZ_COUNT=$${FUZZ_COUNT:-1000} FUZZ_SEED=$${FUZZ_SEED:-1} FUZZ_SECONDS=$${FUZZ_SECONDS:-900} \
 		$(VENV)/bin/python -m pytest -n 2 -s tests/conversion/test_fuzz.py
+
+# conversions that signals meet at random points: make kill TRIALS=1000 SEED=1
+TRIALS ?= 300
+SEED ?= 0
+kill: $(VENV)/ready
+	DEPTHMIX_KILL=$(TRIALS) DEPTHMIX_KILL_SEED=$(SEED) \
+	    $(VENV)/bin/python -m pytest -n 0 -s -k random_points tests/conversion/test_kill.py
 
 quality: $(VENV)/ready
 	$(VENV)/bin/ruff check .

@@ -1,9 +1,18 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """Conversion of checkpoints to this package's models."""
 
+from .code_check import CodeCheck, verify_code
 from .converter import convert, inspect_checkpoint
 from .errors import ConversionError
 from .reports import CheckpointDescription, ConversionReport
 
 
-__all__ = ["CheckpointDescription", "ConversionError", "ConversionReport", "convert", "inspect_checkpoint"]
+__all__ = [
+    "CheckpointDescription",
+    "CodeCheck",
+    "ConversionError",
+    "ConversionReport",
+    "convert",
+    "inspect_checkpoint",
+    "verify_code",
+]

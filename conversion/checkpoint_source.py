@@ -12,6 +12,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from .checkpoint_io import INDEX_FILE, SINGLE_FILE, WEIGHT_FILES, no_weights_message, read_json
 from .errors import ConversionError
+from .plain_text import without_token
 
 
 CONFIG_FILE = "config.json"
@@ -70,14 +71,15 @@ def locate_checkpoint(source: str | os.PathLike, revision: str | None = None, to
     if folder.exists():
         raise ConversionError(f"{folder} is a file. Give the folder that holds config.json and the safetensors files.")
     hub_id = os.fspath(source)
-    if not _may_be_hub_id(hub_id):
+    if not is_hub_id(hub_id):
         raise ConversionError(f"There is no folder {folder}, and this is not the form of a Hub id (`owner/name`).")
     try:
         folder = Path(snapshot_download(hub_id, revision=revision, token=token, allow_patterns=list(_DOWNLOADED)))
-    except OSError as error:
+    # without a network the errors are those of the Hub client's HTTP library
+    except Exception as error:
         raise ConversionError(
             f"There is no local folder {hub_id}, and the Hub did not deliver a checkpoint of that name: {error}"
-        ) from error
+        ) from without_token(error)
     if not any((folder / name).exists() for name in (SINGLE_FILE, INDEX_FILE)):
         raise ConversionError(no_weights_message(hub_id, _names_in_repo(hub_id, revision, token, folder)))
     return folder
@@ -104,7 +106,9 @@ def hub_id_of(source: str | os.PathLike, folder: Path) -> str | None:
     """The Hub id of a checkpoint, if it was named by one or lies in the Hub's cache."""
     repository = folder.resolve().parent.parent
     if folder.resolve().parent.name == "snapshots" and repository.name.startswith("models--"):
-        return repository.name.removeprefix("models--").replace("--", "/", 1)
+        hub_id = repository.name.removeprefix("models--").replace("--", "/", 1)
+        # the name of a folder can be any text
+        return hub_id if is_hub_id(hub_id) else None
     return None if Path(source).expanduser().is_dir() else os.fspath(source)
 
 
@@ -150,7 +154,8 @@ def _names_in_repo(hub_id: str, revision: str | None, token: str | None, folder:
         return [path.name for path in folder.glob("*")]
 
 
-def _may_be_hub_id(text: str) -> bool:
+def is_hub_id(text: str) -> bool:
+    """Whether a text has the form of a Hub id."""
     try:
         validate_repo_id(text)
     except HFValidationError:

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from depthmix.auto import AUTO_MAPS
-from depthmix.hub import users_references, write_remote_code
+from depthmix.hub import users_references, write_in_place, write_remote_code
 from depthmix.version import __version__
 
 from .checkpoint_io import read_json
+from .code_check import verify_code
 from .converter import DTYPES, TARGETS, convert, inspect_checkpoint
 from .errors import ConversionError
+from .plain_text import printable_lines
 from .source_configs import read_own
 
 
@@ -26,43 +28,53 @@ def main(argv: Sequence[str] | None = None) -> None:
     Runs the command; exits with 1 and one message if a checkpoint is refused, with 2 for wrong usage, and with
     128 + n, cleaned up, for a signal n that ends it.
     """
-    argv = sys.argv[1:] if argv is None else list(argv)
-    if argv[:1] == ["serve"]:
-        _serve(argv)
-    arguments = vars(_make_parser().parse_args(argv))
-    run = arguments.pop("run")
+    if (sys.argv[1:] if argv is None else argv)[:1] == ["serve"]:
+        _serve(sys.argv[1:] if argv is None else list(argv))
     try:
-        with _exit_on_signals():
+        # without arguments of a caller this is all that the process does
+        with _exit_on_signals(is_process=argv is None):
+            arguments = vars(_make_parser().parse_args(argv))
+            run = arguments.pop("run")
             print(run(**arguments))
     except (ConversionError, OSError) as error:
-        sys.exit(f"depthmix: error: {error}")
+        # the message of an error of the system names paths as they are
+        sys.exit(printable_lines(f"depthmix: error: {error}"))
     except KeyboardInterrupt:
         print("depthmix: interrupted", file=sys.stderr)
         sys.exit(130)
 
 
 @contextmanager
-def _exit_on_signals() -> Iterator[None]:
-    """Signals that would end the process at once unwind it instead, so that nothing half-written is left."""
+def _exit_on_signals(is_process: bool) -> Iterator[None]:
+    """
+    Signals that would end the process at once unwind it instead, so that nothing half-written is left. A second one
+    must not break off the cleaning up, nor the end of the process.
+    """
 
     def leave(number, frame):
-        # a second one must not break off the cleaning up; `timeout` sends two
         for other in taken:
             signal.signal(other, signal.SIG_IGN)
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
         sys.exit(128 + number)
 
     # python handles signals in the main thread only
     in_main_thread = threading.current_thread() is threading.main_thread()
-    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if in_main_thread and hasattr(signal, name)]
+    names = ("SIGINT", "SIGTERM", "SIGHUP") if in_main_thread else ()
+    found = {number: signal.getsignal(number) for name in names if (number := getattr(signal, name, None))}
     # what the caller handles, or ignores as nohup does, stays so
-    taken = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
+    ends_at_once = (signal.SIG_DFL, signal.default_int_handler)
+    taken = {number: handler for number, handler in found.items() if handler in ends_at_once}
     try:
         for number in taken:
             signal.signal(number, leave)
         yield
     finally:
-        for number in taken:
-            signal.signal(number, signal.SIG_DFL)
+        for number, handler in taken.items():
+            if not is_process:
+                signal.signal(number, handler)
+            elif signal.getsignal(number) is leave:
+                signal.signal(number, signal.SIG_DFL)
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -115,6 +127,7 @@ def _make_parser() -> argparse.ArgumentParser:
         "--shard-size", default="5GB", metavar="SIZE", help="most bytes per file (default: %(default)s)"
     )
     command.add_argument("--push-to-hub", metavar="REPO", help="upload the result to this Hub repository")
+    command.add_argument("--private", action="store_true", help="make that repository a private one")
     command.add_argument(
         "--overwrite", action="store_true", help="replace a model in DEST once the new one is complete"
     )
@@ -133,6 +146,16 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     command.set_defaults(run=_bundle)
     command.add_argument("directory", metavar="DIR", type=Path, help="folder of a saved depthmix model")
+
+    command = commands.add_parser(
+        "verify",
+        help="say whose code a saved model has",
+        description="Says whether the code in a saved model's folder is exactly that of a release of depthmix, and "
+        "that nothing in it leads to other code; exits with 1 and a list if not.",
+    )
+    command.set_defaults(run=verify_code)
+    command.add_argument("folder", metavar="DIR", help="folder of a saved depthmix model")
+
     # only for the list of commands: all its arguments are the host library's
     commands.add_parser("serve", help="`transformers serve` for models of this package", add_help=False)
     return parser
@@ -162,7 +185,7 @@ def _bundle(directory: Path) -> str:
     read_own(config, config_path)
     files = write_remote_code(directory, AUTO_MAPS[model_type])
     config["auto_map"] = AUTO_MAPS[model_type] | users_references(auto_map, files)
-    config_path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    write_in_place(config_path, json.dumps(config, indent=2, sort_keys=True) + "\n")
     return "\n".join(files)
 
 

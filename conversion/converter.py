@@ -9,6 +9,7 @@ import shutil
 from collections import deque
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from huggingface_hub.utils import validate_repo_id
 from transformers import GenerationConfig, PreTrainedConfig
 
 from depthmix.auto import AUTO_MAPS
-from depthmix.hub import collect_remote_code
+from depthmix.hub import MANIFEST, collect_remote_code
 
 from .checkpoint_io import (
     FLOAT_DTYPES,
@@ -46,6 +47,7 @@ from .checkpoint_source import (
     list_entries,
     locate_checkpoint,
 )
+from .code_check import verify_code
 from .conversion_target import ConversionTarget, TranslatedConfig
 from .convert_to_attnres import TARGET as ATTNRES
 from .convert_to_denseformer import TARGET as DENSEFORMER
@@ -54,7 +56,8 @@ from .convert_to_mhc import TARGET as MHC
 from .convert_to_moda_olmo2 import TARGET as MODA_OLMO2
 from .errors import ConversionError
 from .model_card import make_model_card, read_card_metadata
-from .output_folder import check_apart, check_destination, staged_folder
+from .output_folder import check_apart, check_destination, check_model_only, clear_leftovers, staged_folder
+from .plain_text import hidden_tokens, without_token
 from .reports import (
     CheckpointDescription,
     ConversionReport,
@@ -67,6 +70,7 @@ from .source_configs import config_errors, read_own
 from .source_layouts import LAYOUTS, SourceLayout, recognise_layout
 from .source_tokenizer import SourceTokenizer, resolve_tokenizer, verify_tokenizer
 from .tensor_plan import TensorPlan, check_layers, plan_tensors
+from .travelling_files import clean_companions, drop_undeclared
 
 
 TARGETS: dict[str, ConversionTarget] = {
@@ -101,6 +105,7 @@ def convert(
     dtype: str | torch.dtype | None = None,
     shard_size: int | str = "5GB",
     push_to_hub: str | None = None,
+    private: bool = False,
     revision: str | None = None,
     token: str | None = None,
     overwrite: bool = False,
@@ -111,8 +116,9 @@ def convert(
     Converts a checkpoint and writes the result to a folder, with tokenizer, generation config, code and model card.
 
     The tensors are copied a few megabytes at a time, so the memory that is needed does not depend on the model. The
-    folder appears when everything is written and checked; a failure before that leaves nothing and changes nothing.
-    Only a process that is killed can leave a hidden folder, `.<name>.<hex>.incomplete`, beside `dest`. A process that
+    folder appears when everything is written, checked and on the disk; a failure before that leaves nothing and
+    changes nothing. Only a process that is killed can leave a hidden folder, `.<name>.<hex>.incomplete` or
+    `.<name>.<hex>.replaced`, beside `dest`; the next conversion to `dest` clears it up and says so. A process that
     wants to clean up on SIGTERM has to turn it into an exception, as the `depthmix` command does.
 
     Args:
@@ -157,10 +163,12 @@ def convert(
             Most bytes of tensors per file: a number above 0, or text such as `"5GB"`.
         push_to_hub (`str`, *optional*):
             Hub repository that the finished folder is uploaded to. It is created if it is not there.
+        private (`bool`, *optional*, defaults to `False`):
+            Make that repository a private one. A public one that is there already is refused.
         revision (`str`, *optional*):
             Branch, tag or commit of a source on the Hub.
         token (`str`, *optional*):
-            Token for the Hub. Left out, the one that is logged in.
+            Token for the Hub. Left out or empty, the one that is logged in. No message or log shows it.
         overwrite (`bool`, *optional*, defaults to `False`):
             Replace a model that is in `dest`, once the new one is complete. Refused if other files are there too.
         dry_run (`bool`, *optional*, defaults to `False`):
@@ -205,12 +213,21 @@ def convert(
     options = {key: value for key, value in options.items() if value is not None}
     dtype_code = _check_dtype(dtype)
     _check_repo_id(push_to_hub)
+    if private and push_to_hub is None:
+        raise ConversionError("private: is for the repository of push_to_hub, which is not given.")
+    token = _check_token(token)
     dest = expand_path(dest, "destination")
-    code_files = collect_remote_code(AUTO_MAPS[target.name]).keys()
+    code_files = {MANIFEST, *collect_remote_code(AUTO_MAPS[target.name])}
     # a model of another family may be replaced too
-    own_files = {file for auto_map in AUTO_MAPS.values() for file in collect_remote_code(auto_map)}
-    check_destination(dest, overwrite, own_files)
-    folder = locate_checkpoint(source, revision, token)
+    own_files = {MANIFEST, *(file for auto_map in AUTO_MAPS.values() for file in collect_remote_code(auto_map))}
+    remarks = [] if dry_run else clear_leftovers(dest, own_files)
+    try:
+        check_destination(dest, overwrite, own_files)
+    except ConversionError as error:
+        # there will be no report
+        raise ConversionError(*str(error).split("\n"), *remarks) from error
+    with hidden_tokens(token):
+        folder = locate_checkpoint(source, revision, token)
     check_apart(dest, folder)
 
     opened = _open_source(folder)
@@ -231,6 +248,8 @@ def convert(
         before = tokenizer_config.get("tokenizer_class")
         change = f"{before!r} -> {tokenizer.written!r} (" if before else f"{tokenizer.written!r} (new, "
         config_changes.append(f"tokenizer_class: {change}in {TOKENIZER_CONFIG_FILE})")
+    texts, left_behind = clean_companions(companions, texts)
+    config_changes += left_behind
     verify_tokenizer(tokenizer, companions, texts, config)
     index = [INDEX_FILE] if len(shards) > 1 else []
     read = {*opened.checkpoint.files, INDEX_FILE, CONFIG_FILE, CARD_FILE, *companions}
@@ -269,10 +288,13 @@ def convert(
         return report
 
     _check_space(dest, report.nbytes + sum(path.stat().st_size for path in companions.values()))
-    with staged_folder(dest, overwrite) as staging:
+    check_replaced = partial(check_model_only, code_files=own_files)
+    with staged_folder(dest, overwrite, check_replaced, more_follows=push_to_hub is not None) as staging:
         write_checkpoint(staging, shards, progress)
         verify_checkpoint(staging, shards)
         for name, path in companions.items():
+            if name in texts:
+                continue
             (staging / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(path, staging / name)
         for name, text in texts.items():
@@ -282,11 +304,16 @@ def convert(
         card = make_model_card(report, target, config.architectures[0], card_metadata, hub_id)
         (staging / CARD_FILE).write_text(card, encoding="utf-8")
         report.files = sorted(path.relative_to(staging).as_posix() for path in staging.rglob("*") if path.is_file())
+        # nothing but this version's code must be reachable from what others will load
+        verify_code(staging)
         # writing takes long, and something may have been put there
         if overwrite:
             check_destination(dest, overwrite, own_files)
+    # not in the card, which others read
+    report.warnings += [*remarks, *clear_leftovers(dest, own_files)]
     if push_to_hub is not None:
-        report.pushed_to = _push(dest, push_to_hub, token)
+        with hidden_tokens(token):
+            report.pushed_to = _push(dest, push_to_hub, token, private)
     return report
 
 
@@ -309,7 +336,10 @@ def inspect_checkpoint(
         [`ConversionError`]: if the checkpoint cannot be read, or is a model of this package whose configuration has a
             value that the model refuses.
     """
-    opened = _open_source(locate_checkpoint(path_or_hub_id, revision, token))
+    token = _check_token(token)
+    with hidden_tokens(token):
+        folder = locate_checkpoint(path_or_hub_id, revision, token)
+    opened = _open_source(folder)
     checkpoint = opened.checkpoint
     own_config = read_own(opened.config, checkpoint.folder / CONFIG_FILE)
     stock_config = own_config
@@ -382,6 +412,7 @@ def _plan_conversion(
     check_layers(opened.checkpoint, opened.config.get("num_hidden_layers"))
     with config_errors():
         translated = accepted.translate(opened.config, options)
+        drop_undeclared(translated.config)
     plan = plan_tensors(
         opened.checkpoint, accepted.weight_map, target.model_class, translated.config, accepted.new_tensors, dtype
     )
@@ -410,7 +441,9 @@ def _check_repo_id(repo_id: str | None) -> None:
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
-        raise ConversionError(f"push_to_hub={repo_id!r}: not the name of a Hub repository. {error}") from error
+        raise ConversionError(f"push_to_hub={repo_id!r}: not the name of a Hub repository. {error}") from (
+            without_token(error)
+        )
 
 
 def _companion_files(folder: Path) -> dict[str, Path]:
@@ -426,7 +459,8 @@ def _code_warnings(tokenizer_config: dict[str, Any]) -> list[str]:
     if "auto_map" not in tokenizer_config:
         return []
     return [
-        "The tokenizer needs code of its own (auto_map in tokenizer_config.json). Code is not copied: add it yourself."
+        "The tokenizer needs code of its own (auto_map in tokenizer_config.json). Neither the code nor the pointer to "
+        "it is copied: the converted folder has the tokenizer that transformers makes of the other files."
     ]
 
 
@@ -484,10 +518,23 @@ def _verify_config(config: PreTrainedConfig, folder: Path) -> None:
         raise ConversionError(f"config.json does not give the same configuration back: {', '.join(differing)}.")
 
 
-def _push(dest: Path, repo_id: str, token: str | None) -> str:
+def _check_token(token: str | bool | None) -> str | bool | None:
+    """The token without the white space that files and clipboards add; None for none, as for an empty one."""
+    if not isinstance(token, str):
+        return token
+    token = token.strip()
+    if not (token.isascii() and token.isprintable()) or " " in token:
+        raise ConversionError("token: must be one word of ASCII characters. It is not shown here.")
+    return token or None
+
+
+def _push(dest: Path, repo_id: str, token: str | bool | None, private: bool) -> str:
     api = HfApi(token=token)
     try:
-        address = api.create_repo(repo_id, exist_ok=True)
+        address = api.create_repo(repo_id, private=private or None, exist_ok=True)
+        # one that was there already keeps its visibility
+        if private and not api.model_info(repo_id).private:
+            raise ConversionError("it is there already and is public, and private was asked for.")
         # weights of an earlier upload must not stay beside the new ones
         api.upload_folder(
             repo_id=repo_id,
@@ -498,7 +545,7 @@ def _push(dest: Path, repo_id: str, token: str | None) -> str:
     # without a network the errors are those of the Hub client's HTTP library
     except Exception as error:
         raise ConversionError(
-            f"The conversion is complete in {dest}, but pushing to {repo_id} failed: {error}\n"
-            f"To upload it later: {shlex.join(['hf', 'upload', repo_id, str(dest)])}"
-        ) from error
+            f"The conversion is complete in {dest}, but pushing to {repo_id} failed: {error}",
+            f"To upload it later: {shlex.join(['hf', 'upload', repo_id, str(dest)])}",
+        ) from without_token(error)
     return str(address)

@@ -3,13 +3,16 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import yaml
 from huggingface_hub import ModelCardData
 
 from .checkpoint_io import read_text
+from .checkpoint_source import is_hub_id
 from .conversion_target import ConversionTarget
 from .errors import ConversionError
+from .plain_text import markdown_code, markdown_text, printable
 from .reports import ConversionReport
 
 
@@ -17,7 +20,7 @@ SUPPORTED_TRANSFORMERS = "transformers 5.16.1 to 5.24"
 # the block between two lines of dashes at the beginning of a card; more text than any needs takes minutes to parse
 _METADATA = re.compile(r"\s*---[ \t]*\r?\n(.*?)(?:^---[ \t]*\r?$|\Z)", re.DOTALL | re.MULTILINE)
 _METADATA_LIMIT = 100_000
-# what a license field needs beside itself
+# a license and what it needs beside itself
 _LICENSE_KEYS = ("license", "license_name", "license_link")
 
 
@@ -36,6 +39,17 @@ def read_card_metadata(path: Path | None) -> tuple[dict, list[str]]:
     return {key: value for key, value in metadata.items() if key in (*_LICENSE_KEYS, "base_model")}, []
 
 
+def _is_plain(value: Any) -> bool:
+    """Whether a value of metadata is a short text of one line, as names and links of licenses are."""
+    return isinstance(value, str) and 0 < len(value) <= 200 and printable(value) == value
+
+
+def _base_models(value: Any) -> str | list[str] | None:
+    """The Hub ids among what a source's card names as its base."""
+    named = [each for each in (value if isinstance(value, list) else [value]) if _is_plain(each) and is_hub_id(each)]
+    return named[0] if len(named) == 1 else named or None
+
+
 def make_model_card(
     report: ConversionReport, target: ConversionTarget, model_class: str, source_metadata: dict, hub_id: str | None
 ) -> str:
@@ -46,14 +60,14 @@ def make_model_card(
     metadata = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
-        base_model=hub_id or source_metadata.get("base_model"),
+        base_model=hub_id or _base_models(source_metadata.get("base_model")),
         tags=list(target.tags),
-        **{key: source_metadata[key] for key in _LICENSE_KEYS if key in source_metadata},
+        **{key: source_metadata[key] for key in _LICENSE_KEYS if _is_plain(source_metadata.get(key))},
     )
     origin = f"[`{hub_id}`](https://huggingface.co/{hub_id})" if hub_id else "a local checkpoint"
     counts = ", ".join(f"{len(getattr(report, kind))} {kind}" for kind in ("kept", "renamed", "dropped", "new"))
-    changes = "\n".join(f"- `{change}`" for change in report.config_changes)
-    warnings = "".join(f"\n> {warning}\n" for warning in report.warnings)
+    changes = "\n".join(f"- {markdown_code(change)}" for change in report.config_changes)
+    warnings = "".join(f"\n> {markdown_text(warning)}\n" for warning in report.warnings)
     return f"""---
 {metadata.to_yaml().strip()}
 ---

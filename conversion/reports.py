@@ -11,6 +11,12 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from .checkpoint_io import Checkpoint
+from .plain_text import printable, printable_lines
+
+
+# characters of one name, and of one configuration key with its value
+_NAME_LIMIT = 200
+_VALUE_LIMIT = 500
 
 
 @dataclass
@@ -69,10 +75,10 @@ class ConversionReport:
             f"  target:   {self.target} in {self.destination}",
             f"  tensors:  {len(self.kept)} kept, {len(self.renamed)} renamed, {len(self.dropped)} dropped, "
             f"{len(self.new)} new; {format_bytes(self.nbytes)}",
-            *(f"    dropped {name}" for name in self.dropped),
+            *(f"    dropped {printable(name, _NAME_LIMIT)}" for name in self.dropped),
             *(f"    new {names}" for names in _of_all_layers(self.new)),
             "  config:",
-            *(f"    {change}" for change in self.config_changes),
+            *(f"    {printable(change, _VALUE_LIMIT)}" for change in self.config_changes),
             f"  files:    {_shorten(self.files)}",
             *([f"  not copied: {_shorten(self.not_copied)}"] if self.not_copied else []),
             f"  function: {self.function_note}",
@@ -82,7 +88,7 @@ class ConversionReport:
             lines.append(f"  pushed:   {self.pushed_to}")
         elif self.push_to_hub:
             lines.append(f"  push:     would go to {self.push_to_hub} on the Hub")
-        return "\n".join(lines)
+        return "\n".join(printable(line) for line in lines)
 
 
 @dataclass
@@ -135,18 +141,19 @@ class CheckpointDescription:
         lines = [
             f"{self.source}: {self.kind} ({'; '.join(self.evidence)})",
             *tokenizer,
-            f"  config:   {', '.join(f'{key}={value}' for key, value in shown.items())}",
+            f"  config:   {', '.join(printable(f'{key}={value}', _VALUE_LIMIT) for key, value in shown.items())}",
             f"  tensors:  {self.num_tensors} ({dtypes}), {self.num_parameters:,} values, {format_bytes(self.nbytes)}",
             f"  files:    {_shorten(self.files)}",
             *(f"  warning:  {warning}" for warning in self.warnings),
-            *(f"  to {target}: {outcome}" for target, outcome in self.conversions.items()),
         ]
-        return "\n".join(lines)
+        # a reason may have several lines, which the error that gave it has made of single ones
+        outcomes = [printable_lines(f"  to {target}: {outcome}") for target, outcome in self.conversions.items()]
+        return "\n".join([*(printable(line) for line in lines), *outcomes])
 
 
 def _shorten(names: list[str], limit: int = 12) -> str:
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
+    return ", ".join(printable(name, _NAME_LIMIT) for name in names[:limit]) + more
 
 
 def describe_dtypes(checkpoint: Checkpoint) -> dict[str, int]:

@@ -5,17 +5,35 @@ Self-contained code for saved models, so that they load with `trust_remote_code=
 Transformers copies remote code as flat files that import each other by `from .name import …`. The modules of this
 package import across folders by `from depthmix.<folder>.<module> import …`, one module per statement, and have names
 that are unique over all folders: so one substitution turns them into such files, with comments and line numbers kept.
+The configuration's file gets one addition, by which it brings the models' files along.
+
+Beside the code lies `depthmix_code.json`, which lists these files with their hashes.
 """
 
 import functools
+import hashlib
+import json
+import logging
+import os
 import re
-from collections.abc import Collection
+import secrets
+import shutil
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
 from transformers.utils import CONFIG_NAME
 
+from depthmix.releases import released_hashes
+from depthmix.version import __version__
 
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "depthmix_code.json"
+# the name of a file that is being written
+UNFINISHED_FILE = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 BUNDLED_FOLDERS = ("configuration", "modeling", "kernels")
 _ACROSS_FOLDERS = re.compile(rf"^from depthmix\.(?:{'|'.join(BUNDLED_FOLDERS)})\.(\w+) import\b", re.MULTILINE)
 _SIBLING = re.compile(r"^\s*from \.(\w+) import\b", re.MULTILINE)
@@ -40,15 +58,111 @@ def collect_remote_code(auto_map: dict[str, str]) -> dict[str, str]:
             raise ImportError(f"{module}.py: `{statement[0].strip()}` cannot be part of a saved model's code.")
         files[f"{module}.py"] = code
         pending += _SIBLING.findall(code)
+    if "AutoConfig" in auto_map:
+        files[f"{auto_map['AutoConfig'].split('.')[0]}.py"] += _naming_of_models(auto_map)
     return dict(sorted(files.items()))
 
 
 def write_remote_code(directory: str | Path, auto_map: dict[str, str]) -> list[str]:
-    """Writes these modules into a folder and returns their file names."""
+    """
+    Writes these modules and the list of their hashes into a folder, and returns the file names of the modules.
+
+    What is not ours is not lost: a file that somebody has edited is kept under another name, which is logged, and a
+    link is replaced, not followed.
+    """
     files = collect_remote_code(auto_map)
+    folder = Path(directory)
+    for name in _edited_files(folder, files):
+        kept = next(path for path in _other_names(folder / name) if not os.path.lexists(path))
+        os.rename(folder / name, kept)
+        logger.warning(f"{folder / name} had been edited. It is kept as {kept.name}; {name} is now depthmix's own.")
     for name, code in files.items():
-        Path(directory, name).write_text(code, encoding="utf-8", newline="\n")
+        write_in_place(folder / name, code)
+    content = {"depthmix": __version__, "files": {name: hash_code(code) for name, code in files.items()}}
+    write_in_place(folder / MANIFEST, json.dumps(content, indent=2) + "\n")
     return list(files)
+
+
+def hash_code(code: str | bytes) -> str:
+    return hashlib.sha256(code.encode() if isinstance(code, str) else code).hexdigest()
+
+
+def read_manifest(folder: Path) -> dict[str, str]:
+    """The files that a folder's list names, with their hashes; empty if there is no such list."""
+    try:
+        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        return {str(name): str(digest) for name, digest in files.items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return {}
+
+
+def write_in_place(path: Path, text: str) -> None:
+    """Writes a file that is there completely or not at all."""
+    with replacing(path) as unfinished:
+        unfinished.write_text(text, encoding="utf-8", newline="\n")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path beside `path` that takes its place when the block ends. A link is replaced, not followed."""
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        yield unfinished
+        if path.is_file() and not path.is_symlink():
+            shutil.copymode(path, unfinished)
+        with open(unfinished, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
+def _naming_of_models(auto_map: dict[str, str]) -> str:
+    """
+    Statements that make transformers copy the models' files wherever it copies the configuration's: it follows the
+    text of a file. A configuration that is loaded from a folder and saved by itself then is a complete model's.
+    """
+    references = [reference.split(".") for auto_class, reference in auto_map.items() if auto_class != "AutoConfig"]
+    config_module = auto_map["AutoConfig"].split(".")[0]
+    classes = {module: sorted(name for other, name in references if other == module) for module, _ in references}
+    classes.pop(config_module, None)
+    if not classes:
+        return ""
+    statements = "\n".join(
+        f"    from .{module} import {', '.join(names)}" for module, names in sorted(classes.items())
+    )
+    return f'''
+
+def _models_of_this_configuration():
+    """Never called. Transformers copies the files that it names along with this one."""
+{statements}
+'''
+
+
+def _edited_files(folder: Path, files: dict[str, str]) -> list[str]:
+    """Which of these files are in a folder with content that is not, and never was, depthmix's."""
+    listed = read_manifest(folder)
+    edited = []
+    for name, code in files.items():
+        path = folder / name
+        if path.is_symlink() or not path.is_file():
+            continue
+        digest = hash_code(path.read_bytes())
+        released = {
+            release["files"].get(name) for families in released_hashes().values() for release in families.values()
+        }
+        # transformers copies the package's own file for classes that are registered by hand
+        own = {hash_code(code), hash_code(_module_path(name.removesuffix(".py")).read_bytes())}
+        if digest not in released | own | {listed.get(name)}:
+            edited.append(name)
+    return edited
+
+
+def _other_names(path: Path) -> Iterator[Path]:
+    yield path.with_name(f"{path.name}.edited")
+    for number in range(2, 10_000):
+        yield path.with_name(f"{path.name}.edited{number}")
 
 
 def users_references(auto_map: dict | None, code_files: Collection[str]) -> dict:
@@ -86,10 +200,81 @@ def ship_remote_code(config_class: type, auto_map: dict[str, str]) -> None:
                 self.auto_map = auto_map | users_references(saved, write_remote_code(path.parent, auto_map))
             elif saved is not None:
                 self.auto_map = users_references(saved, collect_remote_code(auto_map))
+            with replacing(path) as unfinished:
+                return original(self, unfinished, use_diff=use_diff)
         return original(self, json_file_path, use_diff=use_diff)
 
     to_json_file.ships_remote_code = config_class
     config_class.to_json_file = to_json_file
+
+
+def refuse_foreign_configurations(config_class: type, auto_map: dict[str, str]) -> None:
+    """
+    Makes a configuration class refuse a configuration that names other people's code.
+
+    Model types are short names that others use too. A class that is registered is taken before the code that a
+    checkpoint names, so such a checkpoint would be loaded as something that it is not.
+    """
+    original = config_class.from_dict
+    if getattr(original, "refuses_foreign_code", None) is config_class:
+        return
+    own_files = collect_remote_code(auto_map).keys() | {
+        name
+        for release in released_hashes().values()
+        for name in release.get(config_class.model_type, {}).get("files", ())
+    }
+
+    @functools.wraps(original.__func__)
+    def from_dict(cls, config_dict, **kwargs):
+        # a subclass with a `model_type` of its own has code of its own
+        if cls.model_type == config_class.model_type and (named := _foreign_code(config_dict, own_files, cls)):
+            raise ValueError(
+                f"The model type is {cls.model_type!r}, which is also the name of one of depthmix's, but auto_map is "
+                f"{named}: this is another model, and {cls.__name__} does not load it. Load it in a process that does "
+                "not import depthmix, with trust_remote_code=True if you trust its code. Beside depthmix its classes "
+                "are those of transformers.dynamic_module_utils.get_class_from_dynamic_module(REFERENCE, FOLDER)."
+            )
+        return original.__func__(cls, config_dict, **kwargs)
+
+    from_dict.refuses_foreign_code = config_class
+    config_class.from_dict = classmethod(from_dict)
+
+
+def refuse_foreign_tensors(model_class: type) -> None:
+    """Makes a model class refuse a checkpoint of which no tensor is one of its own: the model would be random."""
+    original = model_class.from_pretrained
+    if getattr(original, "refuses_foreign_tensors", None) is model_class:
+        return
+
+    @functools.wraps(original.__func__)
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info=False, **kwargs):
+        model, info = original.__func__(cls, pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        others, missing = sorted(info["unexpected_keys"]), set(info["missing_keys"])
+        if others and all(name in missing for name, _ in model.named_parameters()):
+            shown = ", ".join(repr(name)[:100] for name in others[:3])
+            raise ValueError(
+                f"{str(pretrained_model_name_or_path)!r} has {len(others)} tensors, and {cls.__name__} has none of "
+                f"these names ({shown}, ...). It is the checkpoint of another model."
+            )
+        return (model, info) if output_loading_info else model
+
+    from_pretrained.refuses_foreign_tensors = model_class
+    model_class.from_pretrained = classmethod(from_pretrained)
+
+
+def _foreign_code(config_dict: dict, own_files: Collection[str], config_class: type) -> str | None:
+    """What an `auto_map` says, in short, if its configuration or all of its models are not depthmix's."""
+    saved = config_dict.get("auto_map")
+    if not isinstance(saved, dict) or not saved:
+        return None
+    foreign = users_references(saved, own_files)
+    is_foreign = "AutoConfig" in foreign if "AutoConfig" in saved else len(foreign) == len(saved)
+    # other people's files may have the same names; our configurations always have their own fields
+    backbone = next(base for base in config_class.__mro__ if base.__module__.startswith("transformers."))
+    own_fields = config_class.__dataclass_fields__.keys() - backbone.__dataclass_fields__.keys()
+    if not is_foreign and own_fields.isdisjoint(config_dict):
+        return f"{str(saved)[:200]!r} and none of its fields is among {', '.join(sorted(own_fields))}"
+    return f"{str(foreign)[:200]!r}" if is_foreign else None
 
 
 def _module_path(module: str) -> Path:

@@ -182,6 +182,19 @@ def test_system_errors_exit_with_1(qwen3_source, tmp_path, fails, monkeypatch):
 
 
 class TestSignals:
+    @pytest.fixture(autouse=True)
+    def signals_as_in_the_foreground(self):
+        """A background shell, or nohup, hands some down as ignored."""
+        defaults = {
+            signal.SIGINT: signal.default_int_handler,
+            signal.SIGTERM: signal.SIG_DFL,
+            signal.SIGHUP: signal.SIG_DFL,
+        }
+        before = {number: signal.signal(number, handler) for number, handler in defaults.items()}
+        yield
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
     @pytest.fixture
     def running(self, monkeypatch):
         """`running(action)` runs the command with an action in place of the work."""
@@ -208,6 +221,22 @@ class TestSignals:
             running(work)
         assert (error.value.code, cleaned) == (128 + number, [True])
         assert signal.getsignal(number) is signal.SIG_DFL
+
+    def test_an_interrupt_too(self, running, capsys):
+        cleaned = []
+
+        def work():
+            try:
+                signal.raise_signal(signal.SIGINT)
+            finally:
+                signal.raise_signal(signal.SIGINT)
+                cleaned.append(True)
+
+        with pytest.raises(SystemExit) as error:
+            running(work)
+        assert (error.value.code, cleaned) == (130, [True])
+        assert capsys.readouterr().err == "depthmix: interrupted\n"
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
     @pytest.mark.parametrize("handler", [signal.SIG_IGN, lambda number, frame: None])
     def test_what_the_caller_set_stays(self, handler, running, capsys):

@@ -2,7 +2,9 @@
 """Sources in the Hub's cache, and pushing."""
 
 import json
+import logging
 import shutil
+import traceback
 from functools import partial
 
 import pytest
@@ -11,6 +13,7 @@ from huggingface_hub.utils import filter_repo_objects
 from transformers import AutoModelForCausalLM
 
 from depthmix.conversion import ConversionError, checkpoint_source, convert, inspect_checkpoint
+from depthmix.conversion.cli import main
 
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -158,11 +161,14 @@ class TestPush:
     @pytest.fixture
     def hub(self, monkeypatch, tmp_path):
         """Stands in for the Hub; `hub["error"]` makes uploads fail."""
-        hub = {"calls": [], "error": None}
+        hub = {"calls": [], "error": None, "is_private": True}
 
-        def create_repo(self, repo_id, exist_ok):
-            hub["calls"].append(("create", repo_id, exist_ok, self.token))
+        def create_repo(self, repo_id, private, exist_ok):
+            hub["calls"].append(("create", repo_id, private, exist_ok, self.token))
             return f"https://hub/{repo_id}"
+
+        def model_info(self, repo_id):
+            return ModelInfo(id=repo_id, private=hub["is_private"])
 
         def upload_folder(self, *, repo_id, folder_path, commit_message, delete_patterns):
             if hub["error"]:
@@ -171,6 +177,7 @@ class TestPush:
             hub["delete_patterns"] = delete_patterns
 
         monkeypatch.setattr(HfApi, "create_repo", create_repo)
+        monkeypatch.setattr(HfApi, "model_info", model_info)
         monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
         return hub
 
@@ -179,7 +186,7 @@ class TestPush:
             qwen3_source(), tmp_path / "converted", push_to_hub="acme/depth", token="secret", progress=False
         )
         create, (_, repo_id, files) = hub["calls"]
-        assert create == ("create", "acme/depth", True, "secret")
+        assert create == ("create", "acme/depth", None, True, "secret")
         assert (repo_id, files) == ("acme/depth", report.files)
         assert {"README.md", "config.json", "model.safetensors", "modeling_depth_attention.py"} <= set(files)
         # what an earlier upload with other shards left there
@@ -200,6 +207,24 @@ class TestPush:
         assert hub["calls"] == []
         assert "would go to acme/depth on the Hub" in str(report) and report.pushed_to is None
 
+    def test_private(self, hub, qwen3_source, tmp_path):
+        main(["convert", str(qwen3_source()), str(tmp_path / "new"), "--push-to-hub", "acme/depth", "--private"])
+        assert [call[:3] for call in hub["calls"]] == [
+            ("create", "acme/depth", True),
+            ("upload", *hub["calls"][1][1:]),
+        ]
+
+    def test_a_public_repository_is_not_taken_for_a_private_one(self, hub, qwen3_source, tmp_path):
+        hub["is_private"] = False
+        options = {"push_to_hub": "acme/depth", "private": True, "progress": False}
+        with pytest.raises(ConversionError, match="there already and is public"):
+            convert(qwen3_source(), tmp_path / "converted", **options)
+        assert [call[0] for call in hub["calls"]] == ["create"]
+
+    def test_private_without_a_repository(self, qwen3_source, tmp_path):
+        with pytest.raises(ConversionError, match="^private: is for the repository of push_to_hub"):
+            convert(qwen3_source(), tmp_path / "converted", private=True, progress=False)
+
     @pytest.mark.parametrize("dry_run", [False, True])
     @pytest.mark.parametrize("repo_id", ["", "a/b/c", "acme/de pth"])
     def test_the_name_is_checked_first(self, repo_id, dry_run, hub, qwen3_source, tmp_path):
@@ -218,3 +243,76 @@ class TestPush:
         ):
             convert(qwen3_source(), tmp_path / "converted", push_to_hub="acme/depth", progress=False)
         assert json.loads((tmp_path / "converted" / "config.json").read_text())["model_type"] == "depth_qwen3"
+
+
+class TestToken:
+    TOKEN = "a-token-of-a-server-of-its-own"
+
+    @pytest.fixture
+    def echoing(self, monkeypatch):
+        """A Hub whose errors and log show the token that they were given."""
+        seen = []
+
+        def snapshot_download(repo_id, *, token, **kwargs):
+            seen.append(token)
+            logging.getLogger("huggingface_hub.utils").warning("sent %s", token)
+            raise RuntimeError(f"401: `Authorization: Bearer {token}` is not valid")
+
+        monkeypatch.setattr(checkpoint_source, "snapshot_download", snapshot_download)
+        monkeypatch.setattr(checkpoint_source, "model_info", snapshot_download)
+        return seen
+
+    @pytest.mark.parametrize("token", [TOKEN, f"{TOKEN}\n", f" {TOKEN}\t", "hf_abcdefghijklmnop"])
+    def test_no_message_and_no_log_shows_it(self, token, echoing, tmp_path, caplog):
+        for call in (
+            lambda: inspect_checkpoint("acme/x", token=token),
+            lambda: convert("acme/x", tmp_path / "x", token=token),
+        ):
+            with pytest.raises(ConversionError) as error:
+                call()
+            shown = "".join(traceback.format_exception(error.value)) + caplog.text
+            assert "401" in shown and "sent hf_***" in shown
+            assert token.strip() not in shown
+        assert set(echoing) == {token.strip()}
+
+    def test_nor_the_one_that_is_logged_in(self, monkeypatch):
+        monkeypatch.setenv("HF_TOKEN", self.TOKEN)
+        monkeypatch.setattr(checkpoint_source, "snapshot_download", self.fail)
+        with pytest.raises(ConversionError) as error:
+            inspect_checkpoint("acme/x")
+        assert "401" in str(error.value) and self.TOKEN not in str(error.value)
+
+    def fail(self, *args, **kwargs):
+        raise OSError(f"401 for {self.TOKEN}")
+
+    @pytest.mark.parametrize("token", ["", " ", "\n"])
+    def test_an_empty_one_is_none(self, token, echoing):
+        with pytest.raises(ConversionError):
+            inspect_checkpoint("acme/x", token=token)
+        assert echoing == [None]
+
+    @pytest.mark.parametrize("token", ["two words", "line\nbreak", "schlüssel"])
+    def test_what_no_header_can_hold_is_refused_unseen(self, token, echoing):
+        with pytest.raises(ConversionError, match="^token: must be one word") as error:
+            inspect_checkpoint("acme/x", token=token)
+        assert echoing == [] and token not in str(error.value)
+
+    def test_one_in_the_wrong_place(self, tmp_path):
+        token = "hf_abcdefghijklmnop"
+        for call in (
+            lambda: inspect_checkpoint(f"https://user:{token}@hub/acme/x"),
+            lambda: convert(tmp_path, tmp_path / "x", push_to_hub=f"a/b/{token}"),
+        ):
+            with pytest.raises(ConversionError) as error:
+                call()
+            assert token not in "".join(traceback.format_exception(error.value))
+
+    def test_a_failed_push(self, qwen3_source, tmp_path, monkeypatch):
+        def create_repo(self, *args, **kwargs):
+            raise RuntimeError(f"no right to write for {self.token}")
+
+        monkeypatch.setattr(HfApi, "create_repo", create_repo)
+        options = {"push_to_hub": "acme/depth", "token": self.TOKEN, "progress": False}
+        with pytest.raises(ConversionError, match="no right to write") as error:
+            convert(qwen3_source(), tmp_path / "converted", **options)
+        assert self.TOKEN not in "".join(traceback.format_exception(error.value))

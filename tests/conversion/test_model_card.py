@@ -96,7 +96,8 @@ def test_companions_travel_and_code_does_not(qwen3_source, tmp_path):
     }
     for name in travelling | staying:
         (source / name).parent.mkdir(exist_ok=True)
-        (source / name).write_text(f'{{"content": "{name}", "tokenizer_class": "TokenizersBackend"}}')
+        key = "tokenizer_class" if name == "tokenizer_config.json" else "eos_token"
+        (source / name).write_text(f'{{"{key}": "{name}"}}')
     report = convert(source, tmp_path / "converted", progress=False)
     assert travelling <= set(report.files)
     assert not staying & set(report.files)

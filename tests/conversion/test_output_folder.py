@@ -7,13 +7,16 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
-from depthmix.conversion import ConversionError, convert, converter
-from depthmix.conversion.output_folder import staged_folder
+from depthmix.auto import AUTO_MAPS
+from depthmix.conversion import ConversionError, convert, converter, output_folder
+from depthmix.conversion.output_folder import check_model_only, clear_leftovers, staged_folder
+from depthmix.hub import MANIFEST, collect_remote_code
 
 
 pytestmark = pytest.mark.once
@@ -117,10 +120,14 @@ def test_a_destination_that_appears_meanwhile_is_kept(workplace):
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_a_signalled_process_leaves_nothing(name, qwen3_source, workplace):
     # one byte at a time, so that the signal meets the writing
+    # a background shell hands signals down as ignored
     code = (
-        "import sys; from depthmix.conversion import checkpoint_io; from depthmix.conversion.cli import main\n"
+        "import signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler); signal.signal(signal.SIGTERM, signal.SIG_DFL)\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
+        "from depthmix.conversion import checkpoint_io; from depthmix.conversion.cli import main\n"
         "checkpoint_io.CHUNK_BYTES = 8\n"
-        "main(sys.argv[1:])"
+        "main()"
     )
     command = [sys.executable, "-c", code, "convert", qwen3_source(), workplace / "converted"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
@@ -276,3 +283,224 @@ class TestOverwriting:
             convert(source, workplace / "model", overwrite=True, progress=False)
         assert os.listdir(workplace) == ["model"]
         assert snapshot(workplace / "model").keys() - snapshot(source).keys() == {Path("thesis.tex")}
+
+
+CODE = {MANIFEST, *collect_remote_code(AUTO_MAPS["depth_qwen3"])}
+
+
+def put_model(folder, content="old"):
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"content": content}))
+    (folder / "model.safetensors").write_text(content)
+    return folder
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture(params=["exchanged", "moved away"])
+def way(request, monkeypatch):
+    """Both ways in which an older folder goes."""
+    if request.param == "moved away":
+        monkeypatch.setattr(output_folder, "_exchange", lambda first, second: False)
+    return request.param
+
+
+class TestPuttingInPlace:
+    def replace(self, dest, **options):
+        with staged_folder(dest, overwrite=True, **options) as staging:
+            (staging / "config.json").write_text("new")
+
+    def test_everything_is_on_the_disk_before_the_older_one_goes(self, way, workplace, monkeypatch):
+        put_model(workplace / "model")
+        flushed, calls = set(), []
+        fsync, remove = os.fsync, shutil.rmtree
+
+        def record(descriptor):
+            flushed.add(os.fstat(descriptor).st_ino)
+            fsync(descriptor)
+
+        def rmtree(path, **options):
+            calls.append((path.name, flushed.copy()))
+            remove(path, **options)
+
+        monkeypatch.setattr(os, "fsync", record)
+        monkeypatch.setattr(output_folder.shutil, "rmtree", rmtree)
+        with staged_folder(workplace / "model", overwrite=True) as staging:
+            (staging / "config.json").write_text("new")
+            (staging / "additional_chat_templates").mkdir()
+            (staging / "additional_chat_templates" / "a.jinja").write_text("new")
+        ((_, before),) = calls
+        assert {path.stat().st_ino for path in (workplace / "model", *(workplace / "model").rglob("*"))} <= before
+        assert workplace.stat().st_ino in flushed
+        assert names(workplace) == ["model"]
+
+    def test_there_is_no_moment_without_a_model(self, workplace, monkeypatch):
+        put_model(workplace / "model")
+        renamed = []
+        monkeypatch.setattr(Path, "rename", lambda *paths: renamed.append(paths))
+        self.replace(workplace / "model")
+        assert not renamed and (workplace / "model" / "config.json").read_text() == "new"
+        assert names(workplace) == ["model"]
+
+    @pytest.mark.parametrize("name", ["x" * 255, "ä" * 127, "x" * 230, "." * 3 + "x" * 252])
+    def test_long_names(self, name, way, workplace):
+        dest = workplace / name
+        for _ in range(2):
+            self.replace(dest)
+            assert names(workplace) == [name]
+        with pytest.raises(KeyboardInterrupt), staged_folder(dest, overwrite=True):
+            raise KeyboardInterrupt
+        assert names(workplace) == [name]
+        staging = output_folder._beside(dest, "0123abcd", "incomplete")
+        put_model(staging)
+        put_model(output_folder._beside(workplace / ("y" + name[1:]), "0123abcd", "incomplete"))
+        assert len(clear_leftovers(dest, CODE)) == 1 and not staging.exists()
+        assert len(names(workplace)) == 2, "that of another destination stays"
+
+    def test_names_that_no_file_system_takes(self, qwen3_source, workplace):
+        with pytest.raises(ConversionError, match="at most 255 bytes"):
+            convert(qwen3_source(), workplace / ("ä" * 128), progress=False)
+        assert names(workplace) == []
+
+    def test_what_appears_at_the_last_moment_comes_back(self, way, workplace):
+        put_model(workplace / "model")
+
+        def check(folder):
+            (folder / "thesis.tex").write_text("mine")
+            check_model_only(folder, CODE)
+
+        with pytest.raises(ConversionError, match="thesis.tex"):
+            self.replace(workplace / "model", check_replaced=check)
+        assert names(workplace) == ["model"]
+        assert names(workplace / "model") == ["config.json", "model.safetensors", "thesis.tex"]
+
+    def test_a_lost_race_leaves_the_winner_only(self, workplace, monkeypatch):
+        monkeypatch.setattr(output_folder, "_exchange", lambda first, second: False)
+        put_model(workplace / "model")
+        rename = Path.rename
+
+        def race(source, target):
+            if target == workplace / "model":
+                put_model(workplace / "model", "the winner's")
+            return rename(source, target)
+
+        monkeypatch.setattr(Path, "rename", race)
+        with pytest.raises(ConversionError, match="filled by something else meanwhile"):
+            self.replace(workplace / "model")
+        assert names(workplace) == ["model"]
+        assert (workplace / "model" / "model.safetensors").read_text() == "the winner's"
+
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    def test_a_signal_after_the_exchange_is_too_late(self, number, way, workplace, monkeypatch):
+        put_model(workplace / "model")
+        remove = shutil.rmtree
+
+        def rmtree(path, **options):
+            signal.raise_signal(number)
+            remove(path, **options)
+
+        monkeypatch.setattr(output_folder.shutil, "rmtree", rmtree)
+        before = signal.signal(number, lambda number, frame: sys.exit(128 + number))
+        try:
+            self.replace(workplace / "model")
+            assert names(workplace) == ["model"]
+            put_model(workplace / "other")
+            with pytest.raises(SystemExit):
+                self.replace(workplace / "other", more_follows=True)
+        finally:
+            signal.signal(number, before)
+        assert names(workplace) == ["model", "other"]
+        assert (workplace / "other" / "config.json").read_text() == "new"
+
+    def test_second_signals_do_not_break_off_the_cleaning_up(self, workplace, monkeypatch):
+        remove = shutil.rmtree
+
+        def rmtree(path, **options):
+            signal.raise_signal(signal.SIGINT)
+            remove(path, **options)
+
+        monkeypatch.setattr(output_folder.shutil, "rmtree", rmtree)
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            with pytest.raises(KeyboardInterrupt), staged_folder(workplace / "model", overwrite=True):
+                signal.raise_signal(signal.SIGINT)
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        finally:
+            signal.signal(signal.SIGINT, before)
+        assert names(workplace) == []
+
+    def test_a_model_of_another_user_is_refused_first(self):
+        if os.geteuid() != 0:
+            pytest.skip("only root can become another user")
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder).chmod(0o777)
+            model = put_model(Path(folder, "model"))
+            os.seteuid(65534)
+            try:
+                with pytest.raises(ConversionError, match="belongs to another user or is read-only"):
+                    output_folder.check_destination(model, True, CODE)
+            finally:
+                os.seteuid(0)
+            output_folder.check_destination(model, True, CODE)
+
+
+class TestLeftovers:
+    @pytest.fixture
+    def leave(self, workplace):
+        """`leave(kind)` makes the folder that a killed conversion to `model` leaves."""
+        return lambda kind, mark="0123abcd": put_model(workplace / f".model.{mark}.{kind}", kind)
+
+    @pytest.mark.parametrize("older", [False, True])
+    def test_they_are_cleared_and_reported(self, older, leave, qwen3_source, workplace):
+        if older:
+            put_model(workplace / "model")
+        left = [leave("incomplete"), leave("incomplete", "ffffffff"), *([leave("replaced")] if older else [])]
+        (left[0] / ".config.json.0a1b2c3d.tmp").write_text("{")
+        others = [put_model(workplace / name) for name in (".model.x.incomplete", ".other.0123abcd.incomplete")]
+        report = convert(qwen3_source(), workplace / "model", overwrite=older, progress=False)
+        for folder in left:
+            assert f"{folder}, left over from an earlier run, was removed." in report.warnings
+        assert names(workplace) == sorted(["model", *(folder.name for folder in others)])
+        assert "left over" not in (workplace / "model" / "README.md").read_text(), "paths are nobody's business"
+
+    def test_a_model_that_was_moved_away_comes_back(self, leave, qwen3_source, workplace):
+        leave("replaced")
+        with pytest.raises(ConversionError, match="is not empty"):
+            convert(qwen3_source(), workplace / "model", progress=False)
+        assert names(workplace) == ["model"]
+        assert (workplace / "model" / "model.safetensors").read_text() == "replaced"
+        assert (workplace / "model").rename(workplace / ".model.0123abcd.replaced")
+        assert "The older model is back there" in clear_leftovers(workplace / "model", CODE)[0]
+
+    def test_a_run_that_is_still_going_is_left_alone(self, workplace):
+        with staged_folder(workplace / "model", overwrite=False) as staging:
+            # another process has locks of its own
+            code = (
+                "import sys; from pathlib import Path; from depthmix.conversion.output_folder import clear_leftovers\n"
+                "print(clear_leftovers(Path(sys.argv[1]), []))"
+            )
+            command = [sys.executable, "-c", code, workplace / "model"]
+            assert subprocess.run(command, capture_output=True, text=True).stdout == "[]\n"
+            (staging / "config.json").write_text("new")
+        assert names(workplace) == ["model"]
+
+    def test_what_is_no_model_is_kept_and_named(self, leave, workplace):
+        put_model(workplace / "model")
+        for kind in ("incomplete", "replaced"):
+            (leave(kind) / "thesis.tex").write_text("mine")
+        remarks = clear_leftovers(workplace / "model", CODE)
+        assert len(remarks) == 2 and all("holds thesis.tex, so it was not removed" in remark for remark in remarks)
+        assert len(names(workplace)) == 3
+
+    def test_links_are_not_followed(self, workplace):
+        real = put_model(workplace / "real")
+        (workplace / ".model.0123abcd.incomplete").symlink_to(real)
+        assert clear_leftovers(workplace / "model", CODE) == []
+        assert names(real) == ["config.json", "model.safetensors"]
+
+    def test_a_dry_run_clears_nothing(self, leave, qwen3_source, workplace):
+        folder = leave("incomplete")
+        convert(qwen3_source(), workplace / "model", dry_run=True)
+        assert folder.is_dir()

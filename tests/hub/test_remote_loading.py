@@ -145,6 +145,41 @@ def test_unusual_folders_without_triton(clean_python, build, token_ids, assert_a
     assert_complete(tmp_path / "again")
 
 
+def save_configurations_alone(folder, saved):
+    """As tools do that write the tensors themselves."""
+    for number, name in enumerate((folder, REPOSITORY)):
+        config = AutoConfig.from_pretrained(name, trust_remote_code=True)
+        config.save_pretrained(saved[number])
+        AutoConfig.from_pretrained(saved[number], trust_remote_code=True).save_pretrained(f"{saved[number]}-again")
+
+
+def test_a_configuration_saved_alone_brings_all_code(
+    clean_python, build, token_ids, assert_awake, assert_complete, tmp_path
+):
+    model = build()
+    assert_awake(model)
+    model.save_pretrained(tmp_path / "saved")
+    write_hub_cache(clean_python.cache, tmp_path / "saved")
+    saved = [tmp_path / "local", tmp_path / "hub"]
+    clean_python(save_configurations_alone, str(tmp_path / "saved"), [str(folder) for folder in saved])
+    code = {name: content for name, content in read(tmp_path / "saved").items() if name.endswith(".py")}
+    for folder in saved:
+        for each in (folder, folder.with_name(f"{folder.name}-again")):
+            assert_complete(each, weights=False)
+            assert {name: content for name, content in read(each).items() if name.endswith(".py")} == code
+    # what such a tool makes is a model
+    shutil.copy(tmp_path / "saved" / "model.safetensors", tmp_path / "local")
+    ids = token_ids(2, 9)
+    results = clean_python(load_one, str(tmp_path / "local"), ids)
+    with torch.no_grad():
+        assert torch.equal(results, model(ids).logits)
+
+
+def load_one(folder, ids):
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)(ids).logits
+
+
 def write_hub_cache(cache, folder):
     """The layout that huggingface_hub leaves after a download: links into a folder of blobs."""
     commit = "0123456789abcdef0123456789abcdef01234567"

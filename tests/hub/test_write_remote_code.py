@@ -2,7 +2,11 @@
 """The code that is saved, the hook that saves it, and `depthmix bundle`."""
 
 import difflib
+import hashlib
 import json
+import logging
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +15,10 @@ import pytest
 from transformers.dynamic_module_utils import get_relative_import_files
 
 import depthmix.hub
-from depthmix import DepthQwen3Config
+from depthmix import DepthQwen3Config, __version__
 from depthmix.auto import AUTO_MAPS, auto_classes
 from depthmix.conversion.cli import main
-from depthmix.hub import collect_remote_code, ship_remote_code, write_remote_code
+from depthmix.hub import MANIFEST, collect_remote_code, ship_remote_code, write_remote_code
 
 
 @pytest.fixture(params=AUTO_MAPS)
@@ -25,7 +29,11 @@ def auto_map(request):
 def test_files_written_are_those_that_transformers_looks_for(auto_map, tmp_path):
     written = write_remote_code(tmp_path, auto_map)
 
-    assert sorted(file.name for file in tmp_path.iterdir()) == sorted(written)
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted([*written, MANIFEST])
+    assert json.loads((tmp_path / MANIFEST).read_text()) == {
+        "depthmix": __version__,
+        "files": {name: hashlib.sha256((tmp_path / name).read_bytes()).hexdigest() for name in written},
+    }
     # the model's file reaches all others, since transformers copies what it reaches when it saves a model
     entry = f"{auto_map['AutoModelForCausalLM'].split('.')[0]}.py"
     reached = {Path(file).name for file in get_relative_import_files(tmp_path / entry)}
@@ -37,6 +45,10 @@ def test_only_import_statements_differ_from_the_package(auto_map):
     for name, code in collect_remote_code(auto_map).items():
         source = depthmix.hub._module_path(name.removesuffix(".py")).read_text(encoding="utf-8")
         assert code.startswith("# Copyright")
+        if name == f"{auto_map['AutoConfig'].split('.')[0]}.py":
+            # what transformers reads and Python does not run
+            code, _, addition = code.partition("\n\ndef _models_of_this_configuration")
+            assert re.fullmatch(r"\(\):\n    \"\"\".*\"\"\"\n(    from \.\w+ import .*\n)+", addition)
         assert len(code.splitlines()) == len(source.splitlines())
         changes = [line for line in difflib.ndiff(source.splitlines(), code.splitlines()) if line[0] in "+-"]
         assert all(line[2:].strip().startswith(("from depthmix.", "from .")) for line in changes), changes
@@ -267,3 +279,89 @@ def test_command_refuses(tmp_path, config, message):
     assert str(tmp_path) in refusal.value.code
     assert message in refusal.value.code
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+class TestWritingInPlace:
+    """What is there already: links, edited code, and files that must not be half-written."""
+
+    @pytest.fixture
+    def save(self, tiny):
+        """`save[route](folder)` writes code and configuration; the folder has a saved configuration for `bundle`."""
+        return {
+            "save_pretrained": lambda folder: DepthQwen3Config(**tiny).save_pretrained(folder),
+            "to_json_file": lambda folder: DepthQwen3Config(**tiny).to_json_file(folder / "config.json"),
+            "bundle": lambda folder: main(["bundle", str(folder)]),
+        }
+
+    @pytest.mark.parametrize("route", ["save_pretrained", "to_json_file", "bundle"])
+    def test_links_are_replaced_and_not_followed(self, route, save, assert_complete, tmp_path):
+        saved, elsewhere = tmp_path / "saved", tmp_path / "elsewhere"
+        save["save_pretrained"](saved)
+        elsewhere.mkdir()
+        for path in saved.iterdir():
+            path.rename(elsewhere / path.name)
+            path.symlink_to(elsewhere / path.name)
+        (saved / "modeling_depth_qwen3.py").unlink()
+        (saved / "modeling_depth_qwen3.py").symlink_to(tmp_path / "nowhere.py")
+        before = {path.name: (path.read_bytes(), path.stat().st_ino) for path in elsewhere.iterdir()}
+        save[route](saved)
+        assert_complete(saved, weights=False)
+        assert not any(path.is_symlink() for path in saved.iterdir())
+        assert {path.name: (path.read_bytes(), path.stat().st_ino) for path in elsewhere.iterdir()} == before
+        assert not (tmp_path / "nowhere.py").exists()
+
+    @pytest.mark.parametrize("route", ["save_pretrained", "to_json_file", "bundle"])
+    def test_edited_code_is_kept_and_named(self, route, save, assert_complete, tmp_path, caplog):
+        save["save_pretrained"](tmp_path)
+        original = (tmp_path / "modeling_depth_qwen3.py").read_text()
+        for number, edited in enumerate((f"{original}# mine\n", f"{original}# mine too\n")):
+            (tmp_path / "modeling_depth_qwen3.py").write_text(edited)
+            with caplog.at_level(logging.WARNING):
+                save[route](tmp_path)
+            kept = tmp_path / f"modeling_depth_qwen3.py.edited{'2' if number else ''}"
+            assert kept.read_text() == edited
+            assert f"modeling_depth_qwen3.py had been edited. It is kept as {kept.name}" in caplog.text
+            assert (tmp_path / "modeling_depth_qwen3.py").read_text() == original
+        caplog.clear()
+        save[route](tmp_path)
+        assert not caplog.records
+        assert_complete(tmp_path, weights=False)
+
+    def test_code_of_another_version_is_no_edited_code(self, save, tmp_path, caplog):
+        save["save_pretrained"](tmp_path)
+        path, listed = tmp_path / "modeling_depth_qwen3.py", json.loads((tmp_path / MANIFEST).read_text())
+        path.write_text("# another version\n")
+        listed["files"][path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
+        (tmp_path / MANIFEST).write_text(json.dumps(listed))
+        save["save_pretrained"](tmp_path)
+        assert not list(tmp_path.glob("*.edited*")) and not caplog.records
+
+    @pytest.mark.parametrize("manifest", ["", "[]", '{"files": 5}', '{"files": {"modeling_depth_qwen3.py": null}}'])
+    def test_a_broken_list_of_hashes_vouches_for_nothing(self, manifest, save, tmp_path):
+        save["save_pretrained"](tmp_path)
+        (tmp_path / MANIFEST).write_text(manifest)
+        (tmp_path / "modeling_depth_qwen3.py").write_text("# mine\n")
+        save["save_pretrained"](tmp_path)
+        assert (tmp_path / "modeling_depth_qwen3.py.edited").read_text() == "# mine\n"
+
+    @pytest.mark.parametrize("route", ["save_pretrained", "bundle"])
+    def test_a_broken_off_save_leaves_what_was_there(self, route, save, tmp_path, monkeypatch):
+        save["save_pretrained"](tmp_path)
+        before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+        replace = os.replace
+
+        def stop_at_the_configuration(source, target):
+            if Path(target).name == "config.json":
+                raise KeyboardInterrupt
+            replace(source, target)
+
+        monkeypatch.setattr(os, "replace", stop_at_the_configuration)
+        with pytest.raises((KeyboardInterrupt, SystemExit)):
+            save[route](tmp_path)
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+    def test_modes_of_files_stay(self, save, tmp_path):
+        save["save_pretrained"](tmp_path)
+        (tmp_path / "config.json").chmod(0o600)
+        save["save_pretrained"](tmp_path)
+        assert (tmp_path / "config.json").stat().st_mode & 0o777 == 0o600

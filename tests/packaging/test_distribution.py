@@ -62,7 +62,7 @@ def test_wheels(distributions):
         assert wheel.name == f"{prefix}-py3-none-any.whl"
         with zipfile.ZipFile(wheel) as archive:
             files = {name for name in archive.namelist() if ".dist-info/" not in name}
-            assert files == modules | {"depthmix/py.typed"}
+            assert files == modules | {"depthmix/py.typed", "depthmix/released_code.json"}
             assert f"{prefix}.dist-info/licenses/LICENSE" in archive.namelist()
             metadata = message_from_string(archive.read(f"{prefix}.dist-info/METADATA").decode())
             scripts = configparser.ConfigParser()

@@ -36,6 +36,7 @@ ALLOWED = {
         "depthmix.configuration",
         "depthmix.hub",
         "depthmix.modeling",
+        "depthmix.releases",
         "depthmix.version",
         "huggingface_hub",
         "safetensors",

@@ -1,0 +1,165 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""Whether a saved model's folder runs depthmix's code and no other: `depthmix verify`."""
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from depthmix.auto import AUTO_MAPS
+from depthmix.hub import collect_remote_code, hash_code
+from depthmix.releases import released_hashes
+from depthmix.version import __version__
+
+from .checkpoint_io import PICKLE_SUFFIXES, find_file, read_json
+from .checkpoint_source import CONFIG_FILE
+from .errors import ConversionError, raise_problems
+from .plain_text import printable
+
+
+_CODE_SUFFIXES = (".py", ".pyc", ".pyo", ".pyw", ".pyd", ".so", ".dll", ".dylib", ".pth", ".ipynb", ".sh")
+_UNSAFE_SUFFIXES = (*PICKLE_SUFFIXES, ".pkl", ".pickle", ".joblib", ".npy", ".npz", ".h5", ".keras", ".msgpack")
+# files by which a library takes classes or modules from their names
+_NAMING_FILES = ("adapter_config.json", "modules.json", "model_index.json")
+# keys by which code is named, wherever they stand
+_NAMING_KEYS = ("auto_map", "custom_pipelines", "custom_generate", "auto_mapping", "kernel_config", "init_inputs")
+# keys whose value is the name of a stock implementation, or a repository with one
+_CHOOSING_KEYS = ("attn_implementation", "experts_implementation")
+# `repository--module.Class`
+_REFERENCE = re.compile(r"[\w.-]+/[\w.-]+--[\w.]+|[\w./-]+--\w+\.\w+")
+
+
+@dataclass(frozen=True)
+class CodeCheck:
+    """
+    The outcome of [`verify_code`].
+
+    Args:
+        folder (`str`), release (`str`):
+            What was checked, and the release whose code it has.
+        files (`dict`):
+            Names of the files of code and their SHA-256.
+    """
+
+    folder: str
+    release: str
+    files: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"{self.folder}: the code is that of {self.release}", *(f"  {v}  {k}" for k, v in self.files.items())]
+        return "\n".join(printable(line) for line in lines)
+
+
+def verify_code(folder: str | os.PathLike) -> CodeCheck:
+    """
+    Says whether the code in a saved model's folder is exactly that of a release of depthmix, or of the version that
+    is installed, and nothing in the folder leads to other code. Nothing is run or unpickled.
+
+    Raises:
+        [`ConversionError`]: if it is not; the message lists files of code that are edited, missing or not depthmix's,
+            keys that name other code, and weights in forms that can run code.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ConversionError(f"{folder} is not a folder. Give the folder that holds a saved model.")
+    if find_file(folder, CONFIG_FILE) is None:
+        raise ConversionError(f"{folder} has no {CONFIG_FILE}.")
+    config = read_json(folder / CONFIG_FILE)
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in AUTO_MAPS:
+        raise ConversionError(f"{folder}: model_type is {model_type!r}, must be one of {', '.join(AUTO_MAPS)}.")
+    found = {path.name: hash_code(path.read_bytes()) for path in sorted(folder.glob("*.py")) if path.is_file()}
+    candidates = dict(_known_code(model_type))
+    # the one that fits best says what is wrong
+    release = min(candidates, key=lambda name: len(set(candidates[name]["files"].items()) ^ set(found.items())))
+    expected = candidates[release]
+    raise_problems(
+        f"{folder} is not a folder with the code of {release} and no other",
+        [*_code_problems(folder, expected["files"], found), *_other_problems(folder, expected["auto_map"])],
+        limit=50,
+    )
+    return CodeCheck(str(folder), release, found)
+
+
+def _known_code(model_type: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    for version, families in reversed(released_hashes().items()):
+        if model_type in families:
+            yield f"depthmix {version}", families[model_type]
+    auto_map = AUTO_MAPS[model_type]
+    files = {name: hash_code(code) for name, code in collect_remote_code(auto_map).items()}
+    yield f"the depthmix that is installed here ({__version__})", {"auto_map": auto_map, "files": files}
+
+
+def _code_problems(folder: Path, expected: dict[str, str], found: dict[str, str]) -> Iterator[str]:
+    for name in sorted(expected.keys() | found.keys()):
+        if name not in found:
+            yield f"{name} is missing"
+        elif name not in expected:
+            yield f"{name} is not depthmix's"
+        elif found[name] != expected[name]:
+            yield f"{name} is edited, or of another version: its SHA-256 is {found[name]}"
+    for path in _entries(folder):
+        name = path.relative_to(folder).as_posix()
+        # what lies in sub-folders can be code of other loaders, as `custom_generate/generate.py` is
+        if path.suffix.lower() in _CODE_SUFFIXES and name not in found.keys() | expected.keys():
+            yield f"{name} is not depthmix's"
+
+
+def _other_problems(folder: Path, auto_map: dict[str, str]) -> Iterator[str]:
+    for path in _entries(folder):
+        name = path.relative_to(folder).as_posix()
+        if path.is_symlink():
+            try:
+                find_file(folder, name)
+            except ConversionError:
+                yield f"{name} is a link that leads out of the folder"
+                continue
+        if path.suffix.lower() in _UNSAFE_SUFFIXES:
+            yield f"{name} can run code when it is opened"
+        elif path.name in _NAMING_FILES:
+            yield f"{name} can name code that other libraries import"
+        elif path.suffix.lower() == ".json" and not name.endswith(("tokenizer.json", "vocab.json")):
+            yield from _pointers(name, path, auto_map)
+
+
+def _pointers(name: str, path: Path, auto_map: dict[str, str]) -> Iterator[str]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        yield f"{name} cannot be read: {error}"
+        return
+    if name == CONFIG_FILE:
+        saved = content.pop("auto_map", None)
+        if not isinstance(saved, dict):
+            yield f"{name}: auto_map is {saved!r}, so that the code in the folder is not found"
+            saved = {}
+        for auto_class, reference in saved.items():
+            if auto_map.get(auto_class) != reference:
+                yield f"{name}: auto_map of {auto_class} names {reference!r}, which is not depthmix's"
+        yield from (f"{name}: auto_map has no {auto_class}" for auto_class in auto_map.keys() - saved.keys())
+    yield from (f"{name}: {place}" for place in _named_code(content))
+
+
+def _named_code(content: Any, place: str = "") -> Iterator[str]:
+    """Where in the content of a JSON file code is named. Without recursion: files can be nested deeply."""
+    pending = [(place, content)]
+    while pending:
+        place, value = pending.pop()
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                is_repository = key.removeprefix("_") in _CHOOSING_KEYS and "/" in str(inner)
+                if is_repository or (key in _NAMING_KEYS and inner):
+                    yield f"{place}{key} names code: {inner!r}"
+                else:
+                    pending.append((f"{place}{key}.", inner))
+        elif isinstance(value, list):
+            pending += [(place, inner) for inner in value]
+        elif isinstance(value, str) and _REFERENCE.fullmatch(value):
+            yield f"{place.removesuffix('.')} names code: {value!r}"
+
+
+def _entries(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
