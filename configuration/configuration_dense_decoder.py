@@ -1,6 +1,7 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """Configuration of the dense pre-norm decoder that Qwen3, Qwen2 and Llama share."""
 
+from dataclasses import field
 from typing import Literal
 
 from huggingface_hub.dataclasses import strict
@@ -35,7 +36,9 @@ class DenseDecoderConfig(Qwen3Config):
     model_type = "dense_decoder"
 
     use_qk_norm: bool = True
-    key_norm_position: Literal["before_rope", "after_rope"] = "before_rope"
+    key_norm_position: Literal["before_rope", "after_rope"] = field(
+        default="before_rope", metadata={"help": "whether a key is normalised before or after its rotation"}
+    )
     attention_output_bias: bool | None = None
     mlp_bias: bool = False
 

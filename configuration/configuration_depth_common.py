@@ -3,7 +3,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from huggingface_hub.errors import StrictDataclassClassValidationError
@@ -43,9 +43,7 @@ class DepthMixingFields:
         installed.
     """
 
-    depth_impl: Literal["auto", "triton", "reference"] = field(
-        default="auto", metadata={"help": "implementation of the operations"}
-    )
+    depth_impl: Literal["auto", "triton", "reference"] = "auto"
 
     def __post_init__(self, **kwargs):
         take_model_type(self, kwargs)
@@ -65,8 +63,8 @@ def check_decoder_shape(config: PreTrainedConfig | Mapping[str, Any]) -> None:
         `ValueError`: if no decoder has such a shape or computes with such numbers; the message names the field, the
             value and the rule.
     """
-    get = config.get if isinstance(config, Mapping) else lambda name: getattr(config, name, None)
-    values = {name: value for name in _CHECKED if (value := get(name)) is not None}
+    given = config if isinstance(config, Mapping) else _checked_values(config)
+    values = {name: value for name in _CHECKED if (value := given.get(name)) is not None}
     for name in (*_SIZES, "max_position_embeddings"):
         check_count(name, values.get(name))
     check_count("num_key_value_heads", values.get("num_key_value_heads"), least=-_MAX_SIZE)
@@ -93,6 +91,11 @@ def check_decoder_shape(config: PreTrainedConfig | Mapping[str, Any]) -> None:
         _check_dtype(name, values.get(name))
     for name in _ROPE_FIELDS:
         _check_rope(name, values.get(name))
+
+
+def _checked_values(config: PreTrainedConfig) -> dict[str, Any]:
+    # the host warns whoever looks the old name of `dtype` up
+    return {name: getattr(config, name, None) for name in _CHECKED if name != "torch_dtype"}
 
 
 def check_count(name: str, value: int | None, *, least: int = 1, most: int = _MAX_SIZE) -> None:
@@ -223,7 +226,7 @@ def check_layer_kinds(config: PreTrainedConfig) -> None:
     ):
         raise ValueError(
             f"sliding_window={window}, layer_types={sorted(kinds)}: must not be set, since "
-            f"{config.depth_backbone.prefix.replace('Olmo', 'OLMo')} attends to all earlier tokens in every layer."
+            f"{config.depth_backbone.title} attends to all earlier tokens in every layer."
         )
 
 
@@ -246,6 +249,6 @@ def take_model_type(config: PreTrainedConfig, values: dict[str, Any]) -> None:
             f"convert it: depthmix convert SOURCE DEST --to {config.model_type}"
         )
     try:
-        check_decoder_shape({name: getattr(config, name, None) for name in _CHECKED} | values)
+        check_decoder_shape(_checked_values(config) | values)
     except ValueError as error:
         raise StrictDataclassClassValidationError(validator="validate_depth_mixing", cause=error) from error

@@ -8,7 +8,7 @@ Importing this module needs transformers, not torch.
 
 import textwrap
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -31,8 +31,8 @@ class Backbone:
     field that says whether there is one.
 
     Args:
-        model_type (`str`), prefix (`str`):
-            Its model type in transformers, and what the names of its classes begin with there.
+        model_type (`str`), prefix (`str`), title (`str`):
+            Its model type in transformers, what the names of its classes begin with there, and what people call it.
         norms (`tuple`):
             Names of the norms of a layer: before and after its attention, before and after its feed-forward network.
         qk_norm (`str`, *optional*):
@@ -56,6 +56,7 @@ class Backbone:
 
     model_type: str
     prefix: str
+    title: str
     norms: tuple[str | None, str | None, str | None, str | None] = PRE_NORM
     qk_norm: Literal["head", "flat"] | None = None
     qkv_bias: bool | str = "attention_bias"
@@ -114,21 +115,40 @@ class Backbone:
             )
 
 
+# stock decoders that the backbone `dense` stands for
+DENSE_TYPES = ("qwen3", "qwen2", "llama")
 BACKBONES = {
     backbone.model_type: backbone
     for backbone in (
         # Qwen3, Qwen2 and Llama in one: fields of the configuration say which norms and biases there are
-        Backbone("dense", "", qk_norm="head", output_bias="attention_output_bias", mlp_bias="mlp_bias"),
-        Backbone("qwen3", "Qwen3", qk_norm="head"),
-        Backbone("qwen2", "Qwen2", qkv_bias=True, output_bias=False),
-        Backbone("llama", "Llama", mlp_bias="mlp_bias"),
-        Backbone("mistral", "Mistral", qkv_bias=False, output_bias=False),
-        Backbone("smollm3", "SmolLM3", mlp_bias="mlp_bias"),
-        Backbone("olmo2", "Olmo2", norms=POST_NORM, qk_norm="flat", norms_round_last=True),
-        Backbone("olmo3", "Olmo3", norms=POST_NORM, qk_norm="flat", norms_round_last=True, rotary="by_layer_type"),
-        Backbone("qwen3_moe", "Qwen3Moe", qk_norm="head", has_experts=True),
-        Backbone("olmoe", "Olmoe", qk_norm="flat", has_experts=True),
-        Backbone("kimi_linear", "KimiLinear", rotary=None, has_experts=True, softmax_only=False, since="5.17.0"),
+        Backbone(
+            "dense",
+            "",
+            "Qwen3, Qwen2 and Llama",
+            qk_norm="head",
+            output_bias="attention_output_bias",
+            mlp_bias="mlp_bias",
+        ),
+        Backbone("qwen3", "Qwen3", "Qwen3", qk_norm="head"),
+        Backbone("qwen2", "Qwen2", "Qwen2", qkv_bias=True, output_bias=False),
+        Backbone("llama", "Llama", "Llama", mlp_bias="mlp_bias"),
+        Backbone("mistral", "Mistral", "Mistral", qkv_bias=False, output_bias=False),
+        Backbone("smollm3", "SmolLM3", "SmolLM3", mlp_bias="mlp_bias"),
+        Backbone("olmo2", "Olmo2", "OLMo2", norms=POST_NORM, qk_norm="flat", norms_round_last=True),
+        Backbone(
+            "olmo3", "Olmo3", "OLMo3", norms=POST_NORM, qk_norm="flat", norms_round_last=True, rotary="by_layer_type"
+        ),
+        Backbone("qwen3_moe", "Qwen3Moe", "Qwen3-MoE", qk_norm="head", has_experts=True),
+        Backbone("olmoe", "Olmoe", "OLMoE", qk_norm="flat", has_experts=True),
+        Backbone(
+            "kimi_linear",
+            "KimiLinear",
+            "Kimi Linear",
+            rotary=None,
+            has_experts=True,
+            softmax_only=False,
+            since="5.17.0",
+        ),
     )
 }
 
@@ -229,10 +249,4 @@ class ConfigurationClasses:
         return made
 
 
-def method_fields(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
-    """The fields that a configuration class has and its backbone's has not, by name."""
-    stock = {field.name for field in fields(config_class.depth_backbone.stock_config_class())}
-    return {field.name: field for field in fields(config_class) if field.name not in stock}
-
-
-__all__ = ["BACKBONES", "Backbone", "ConfigurationClasses", "method_fields"]
+__all__ = ["BACKBONES", "DENSE_TYPES", "Backbone", "ConfigurationClasses"]

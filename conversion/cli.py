@@ -9,7 +9,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from types import NoneType
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from depthmix.auto import AUTO_MAPS
 from depthmix.hub import users_references, write_in_place, write_remote_code
@@ -89,39 +90,13 @@ def _make_parser() -> argparse.ArgumentParser:
     command.add_argument("source", metavar="SOURCE", help="folder of a safetensors checkpoint, or Hub id")
     command.add_argument("dest", metavar="DEST", help="folder of the result")
     command.add_argument(
-        "--to", choices=list(TARGETS), default="depth_qwen3", help="model type (default: %(default)s)"
+        "--to",
+        metavar="METHOD",
+        choices=[*TARGETS, *AUTO_MAPS],
+        default="depth_attention",
+        help=f"{', '.join(TARGETS)}, or a model type of one of these, such as depth_qwen3 (default: %(default)s)",
     )
-    command.add_argument("--depth-stride", type=int, metavar="N", help="every N-th layer is a source; 0: no mixing")
-    command.add_argument("--depth-window", type=int, metavar="N", help="so many most recent layers are sources too")
-    command.add_argument("--num-loops", type=int, metavar="N", help="how many times the stack of layers runs")
-    command.add_argument(
-        "--key-norm-position", choices=("before_rope", "after_rope"), help="order of key norm and rotation"
-    )
-    command.add_argument("--attnres-variant", choices=("block", "full", "cumulative"), help="what the sources are")
-    command.add_argument("--attnres-block-size", type=int, metavar="N", help="sub-layers in a block")
-    command.add_argument(
-        "--attnres-recency-bias", action=argparse.BooleanOptionalAction, help="a learned bias on the last source"
-    )
-    command.add_argument(
-        "--attnres-scale", choices=("mean", "sum"), help="average of the sources, or times their number"
-    )
-    command.add_argument("--dwa-dilation", type=int, metavar="N", help="an average reads every N-th layer")
-    command.add_argument("--dwa-period", type=int, metavar="N", help="there is an average after every N-th layer")
-    command.add_argument("--mhc-num-streams", type=int, metavar="N", help="number of residual streams")
-    command.add_argument("--mhc-sinkhorn-iters", type=int, metavar="N", help="Sinkhorn iterations")
-    command.add_argument(
-        "--mhc-sinkhorn-order", choices=("columns_first", "rows_first"), help="by which sums they divide first"
-    )
-    for field, text in (
-        ("attn-slots", "whether attentions make depth slots"),
-        ("ffn-slots", "whether feed-forward networks make depth slots"),
-        ("attn-depth-proj", "a projection of their own for the slots of attentions"),
-    ):
-        command.add_argument(f"--moda-{field}", action=argparse.BooleanOptionalAction, help=text)
-    command.add_argument(
-        "--moda-depth-key-mode", choices=("sequence", "reader_norm"), help="how the keys of depth slots are finished"
-    )
-    command.add_argument("--moda-depth-window", type=int, metavar="N", help="layers read the N most recent slots")
+    _add_options(command)
     command.add_argument("--dtype", choices=DTYPES, help="dtype of the result (default: that of each tensor)")
     command.add_argument(
         "--shard-size", default="5GB", metavar="SIZE", help="most bytes per file (default: %(default)s)"
@@ -167,6 +142,26 @@ def _serve(argv: list[str]) -> NoReturn:
 
     app(args=argv, prog_name="depthmix")
     sys.exit()
+
+
+def _add_options(command: argparse.ArgumentParser) -> None:
+    """The options of all targets, which are fields of configurations: types and help texts are those of the fields."""
+    groups: dict[str, list[str]] = {}
+    fields = {}
+    for target in TARGETS.values():
+        for name, option in target.options.items():
+            fields[name] = option
+            groups.setdefault(name, []).append(target.name)
+    for name, option in fields.items():
+        kind = next((each for each in get_args(option.type) if each is not NoneType), option.type)
+        given: dict[str, Any] = {"help": f"{option.metadata['help']} ({', '.join(groups[name])})"}
+        if get_origin(option.type) is Literal:
+            given["choices"] = get_args(option.type)
+        elif kind is bool:
+            given["action"] = argparse.BooleanOptionalAction
+        else:
+            given |= {"type": kind, "metavar": "N"}
+        command.add_argument(f"--{name.replace('_', '-')}", default=None, **given)
 
 
 def _bundle(directory: Path) -> str:

@@ -1,12 +1,17 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
-"""What a target has to provide. A new one is a file that fills in a [`ConversionTarget`], listed in converter.py."""
+"""What a target of conversion is. A method has one, `TARGET` of its module `convert_to_<method>`."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
+
+from depthmix.configuration.configuration_dense_decoder import DenseDecoderConfig
+from depthmix.configuration.depth_backbones import ConfigurationClasses
+from depthmix.families import FAMILIES
 
 from .weight_maps import WeightMap
 
@@ -32,6 +37,12 @@ class TranslatedConfig:
     function_note: str
     warnings: tuple[str, ...] = ()
 
+    @property
+    def model_class(self) -> type[PreTrainedModel]:
+        """The model whose tensors are written."""
+        found: type[PreTrainedModel] = FAMILIES[self.config.model_type].find_class("ForCausalLM")
+        return found
+
 
 # takes the content of the source's config.json and the options that the user gave
 TranslateFn = Callable[[dict[str, Any], dict[str, Any]], TranslatedConfig]
@@ -53,15 +64,14 @@ class AcceptedSource:
 @dataclass(frozen=True)
 class ConversionTarget:
     """
-    A model type that checkpoints can be converted to.
+    A method that checkpoints can be converted to. The model type of the result is the method's on the source's
+    backbone.
 
     Args:
         name (`str`):
-            Its model type.
-        model_class (`type`):
-            The model whose tensors are written.
-        options (`tuple` of `str`):
-            Configuration fields that the user may set.
+            The method.
+        configurations (`ConfigurationClasses`):
+            Its configurations; their fields that have a help text are options of conversion.
         sources (`Mapping`):
             Layout name to [`AcceptedSource`].
         refusals (`Mapping`):
@@ -71,9 +81,23 @@ class ConversionTarget:
     """
 
     name: str
-    model_class: type[PreTrainedModel]
-    options: tuple[str, ...]
+    configurations: ConfigurationClasses
     sources: Mapping[str, AcceptedSource]
     refusals: Mapping[str, str]
     summary: str
     tags: tuple[str, ...]
+
+    @property
+    def model_types(self) -> list[str]:
+        """Model types that it can result in."""
+        return [model_type for model_type, family in FAMILIES.items() if family.method == self.name]
+
+    @property
+    def options(self) -> dict[str, dataclasses.Field]:
+        """Fields of its configurations that the user may set, by name. Not every backbone has each."""
+        classes = [self.configurations.fields]
+        if "dense" in self.configurations.backbones:
+            classes.append(DenseDecoderConfig)
+        return {
+            field.name: field for each in classes for field in dataclasses.fields(each) if "help" in field.metadata
+        }

@@ -1,6 +1,7 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """
-Conversion to AttnRes: from Qwen3, Qwen2 and Llama, and from the released AttnRes weights and their vanilla control.
+Conversion to Attention Residuals: from the stock models, and from the released AttnRes weights and their vanilla
+control.
 """
 
 from collections.abc import Callable
@@ -8,18 +9,16 @@ from functools import partial
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
-from depthmix.configuration.configuration_attnres import AttnResConfig
-from depthmix.modeling.modeling_attnres import AttnResForCausalLM, AttnResMixer
+from depthmix.configuration.configuration_attnres import CONFIGURATIONS
+from depthmix.modeling.modeling_attnres import AttnResMixer
 
 from .conversion_target import AcceptedSource, ConversionTarget
-from .dense_decoder_sources import OTHER_FUNCTION, DenseDecoderTarget
 from .errors import ConversionError
 from .source_layouts import common_refusals
+from .vanilla_sources import OTHER_FUNCTION, MethodSources
 from .weight_maps import RELEASED_ATTNRES
-
-
-OPTIONS = ("attnres_variant", "attnres_block_size", "attnres_recency_bias", "attnres_scale", "key_norm_position")
 
 
 def released_fields(variant: str, source: dict[str, Any]) -> dict[str, Any]:
@@ -42,9 +41,10 @@ def vanilla_fields(options: dict[str, Any]) -> dict[str, Any]:
     return {"attnres_scale": "mean" if options.get("attnres_variant") == "cumulative" else "sum"}
 
 
-def vanilla_note(config: AttnResConfig) -> str:
+def vanilla_note(config: PreTrainedConfig) -> str:
     """Whether the function of a vanilla source is kept."""
-    if config.attnres_variant == "cumulative":
+    has_norms = config.depth_backbone.norms[0] is not None
+    if config.attnres_variant == "cumulative" or (config.attnres_scale == "mean" and not has_norms):
         return OTHER_FUNCTION
     if config.attnres_scale == "sum":
         return (
@@ -58,7 +58,7 @@ def vanilla_note(config: AttnResConfig) -> str:
     )
 
 
-def start_values(config: AttnResConfig) -> dict[str, Callable[[], torch.Tensor]]:
+def start_values(config: PreTrainedConfig) -> dict[str, Callable[[], torch.Tensor]]:
     """The parameters of every mixer of a model that was just built."""
     mixer = AttnResMixer(config).state_dict()
     layers = range(config.num_hidden_layers)
@@ -67,20 +67,27 @@ def start_values(config: AttnResConfig) -> dict[str, Callable[[], torch.Tensor]]
     return {f"{name}.{key}": partial(mixer.get, key) for name in names for key in mixer}
 
 
-_ATTNRES = DenseDecoderTarget(AttnResConfig, AttnResForCausalLM, "AttnRes", vanilla_fields, vanilla_note, start_values)
+_SOURCES = MethodSources(
+    CONFIGURATIONS,
+    "AttnRes",
+    vanilla_note,
+    vanilla_fields,
+    start_values,
+    refused_keys=("scale_embeds", "use_p2n"),
+)
 
 TARGET = ConversionTarget(
-    name=AttnResConfig.model_type,
-    model_class=AttnResForCausalLM,
-    options=OPTIONS,
-    sources=_ATTNRES.vanilla_sources()
+    name="attnres",
+    configurations=CONFIGURATIONS,
+    sources=_SOURCES.vanilla_sources()
+    | _SOURCES.released_control()
     | {
-        layout: AcceptedSource(partial(_ATTNRES.from_released, partial(released_fields, variant)), RELEASED_ATTNRES)
+        layout: AcceptedSource(partial(_SOURCES.from_released, partial(released_fields, variant)), RELEASED_ATTNRES)
         for layout, variant in (("released_attnres", "cumulative"), ("released_attnres_block", "block"))
     },
-    refusals=common_refusals(AttnResConfig.model_type, "Attention Residuals", "AttnRes"),
+    refusals=common_refusals("attnres", "Attention Residuals", "AttnRes"),
     summary=(
-        "AttnRes is a dense decoder with Attention Residuals (arXiv 2603.15031): a sub-layer reads a mix of earlier "
+        "AttnRes is a decoder with Attention Residuals (arXiv 2603.15031): a sub-layer reads a mix of earlier "
         "sub-layers' outputs, weighted by a softmax over depth, in place of their sum."
     ),
     tags=("depthmix", "attention-residuals"),

@@ -1,7 +1,7 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """
-Conversion to DenseFormer: from Qwen3, Qwen2 and Llama, from such models with the module of DenseFormer's own code, and
-from the released DenseFormer weights and their vanilla control.
+Conversion to DenseFormer: from the stock models, from Qwen3, Qwen2 and Llama with the module of DenseFormer's own
+code, and from the released DenseFormer weights and their vanilla control.
 """
 
 from collections.abc import Callable
@@ -11,17 +11,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from depthmix.configuration.configuration_denseformer import DenseFormerConfig
-from depthmix.modeling.modeling_denseformer import DenseFormerForCausalLM, DepthAverage
+from depthmix.configuration.configuration_denseformer import CONFIGURATIONS
+from depthmix.configuration.depth_backbones import BACKBONES, Backbone
+from depthmix.modeling.modeling_denseformer import DepthAverage
 
 from .conversion_target import AcceptedSource, ConversionTarget, TranslatedConfig
-from .dense_decoder_sources import STOCK, DenseDecoderTarget
 from .source_configs import check_vanilla, read_aliased
 from .source_layouts import common_refusals
+from .vanilla_sources import DENSE_FIELDS, SAME_FUNCTION, MethodSources
 from .weight_maps import DWA_MODULES, RELEASED_DENSEFORMER
-
-
-OPTIONS = ("dwa_dilation", "dwa_period", "key_norm_position")
 
 
 def released_fields(source: dict[str, Any]) -> dict[str, Any]:
@@ -32,28 +30,23 @@ def released_fields(source: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def from_dwa_modules(
-    config_class: type[PreTrainedConfig], backbone: dict[str, Any], source: dict[str, Any], options: dict[str, Any]
-) -> TranslatedConfig:
+def from_dwa_modules(stock: Backbone, source: dict[str, Any], options: dict[str, Any]) -> TranslatedConfig:
     """Only the module that holds the averages is known; its spacing is in its tensors' shapes, or in these keys."""
-    warnings = check_vanilla(source, config_class.__name__.removesuffix("Config"))
+    warnings = check_vanilla(source, stock)
     spacing = {
         f"dwa_{name}": options.get(f"dwa_{name}") or read_aliased(source, f"dwa_{name}", f"denseformer_dwa_{name}", 1)
         for name in ("dilation", "period")
     }
-    trained = {"key_norm_position": "before_rope", **backbone, **spacing}
-    return _DENSEFORMER.from_trained(config_class, trained, "the source", source, options, warnings)
+    trained = {"key_norm_position": "before_rope", **DENSE_FIELDS[stock.model_type], **spacing}
+    return _SOURCES.from_trained(stock.stock_config_class(), trained, "the source", source, options, warnings)
 
 
-def vanilla_note(config: DenseFormerConfig) -> str:
+def vanilla_note(config: PreTrainedConfig) -> str:
     """Whether the function of a vanilla source is kept."""
-    return (
-        "The converted model computes exactly what the vanilla checkpoint does: an average starts as its layer's "
-        "output."
-    )
+    return f"{SAME_FUNCTION}: an average starts as its layer's output."
 
 
-def start_values(config: DenseFormerConfig) -> dict[str, Callable[[], torch.Tensor]]:
+def start_values(config: PreTrainedConfig) -> dict[str, Callable[[], torch.Tensor]]:
     """The weights of every average of a model that was just built."""
     return {
         f"model.layers.{i}.depth_average.weight": partial(DepthAverage.identity, len(read))
@@ -62,30 +55,20 @@ def start_values(config: DenseFormerConfig) -> dict[str, Callable[[], torch.Tens
     }
 
 
-_DENSEFORMER = DenseDecoderTarget(
-    DenseFormerConfig,
-    DenseFormerForCausalLM,
-    "DenseFormer",
-    lambda options: {},
-    vanilla_note,
-    start_values,
-    ("scale_embeds", "use_p2n", "no_residual"),
-)
+_SOURCES = MethodSources(CONFIGURATIONS, "DenseFormer", vanilla_note, start_values=start_values)
 
 TARGET = ConversionTarget(
-    name=DenseFormerConfig.model_type,
-    model_class=DenseFormerForCausalLM,
-    options=OPTIONS,
-    sources=_DENSEFORMER.vanilla_sources()
+    name="denseformer",
+    configurations=CONFIGURATIONS,
+    sources=_SOURCES.vanilla_sources()
+    | _SOURCES.released_control()
+    | {"released_denseformer": AcceptedSource(partial(_SOURCES.from_released, released_fields), RELEASED_DENSEFORMER)}
     | {
-        "released_denseformer": AcceptedSource(
-            partial(_DENSEFORMER.from_released, released_fields), RELEASED_DENSEFORMER
-        )
-    }
-    | {f"{name}_dwa": AcceptedSource(partial(from_dwa_modules, *stock), DWA_MODULES) for name, stock in STOCK.items()},
-    refusals=common_refusals(DenseFormerConfig.model_type, "DenseFormer's averages", "DenseFormer"),
+        f"{name}_dwa": AcceptedSource(partial(from_dwa_modules, BACKBONES[name]), DWA_MODULES) for name in DENSE_FIELDS
+    },
+    refusals=common_refusals("denseformer", "DenseFormer's averages", "DenseFormer"),
     summary=(
-        "DenseFormer is a dense decoder with depth-weighted averages (arXiv 2402.02622): after a layer the hidden "
+        "DenseFormer is a decoder with depth-weighted averages (arXiv 2402.02622): after a layer the hidden "
         "states are a sum, with learned weights, of the embedding and all layers' outputs so far."
     ),
     tags=("depthmix", "denseformer"),

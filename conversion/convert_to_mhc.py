@@ -1,23 +1,21 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
-"""Conversion to mHC: from Qwen3, Qwen2 and Llama, and from the released mHC weights and their vanilla control."""
+"""Conversion to mHC: from the stock models, and from the released mHC weights and their vanilla control."""
 
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
-from depthmix.configuration.configuration_mhc import MHCConfig
-from depthmix.modeling.modeling_mhc import MHCConnection, MHCForCausalLM, MHCReadout
+from depthmix.configuration.configuration_mhc import CONFIGURATIONS
+from depthmix.modeling.modeling_mhc import MHCConnection, MHCReadout
 
 from .conversion_target import AcceptedSource, ConversionTarget
-from .dense_decoder_sources import DenseDecoderTarget
 from .source_configs import read_aliased
 from .source_layouts import common_refusals
+from .vanilla_sources import MethodSources
 from .weight_maps import RELEASED_MHC
-
-
-OPTIONS = ("mhc_num_streams", "mhc_sinkhorn_iters", "mhc_sinkhorn_order", "key_norm_position")
 
 
 def released_fields(source: dict[str, Any]) -> dict[str, Any]:
@@ -30,7 +28,7 @@ def released_fields(source: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def vanilla_note(config: MHCConfig) -> str:
+def vanilla_note(config: PreTrainedConfig) -> str:
     """Whether the function of a vanilla source is kept."""
     return (
         "The converted model computes what the vanilla checkpoint does, up to rounding: the part of its maps that "
@@ -38,7 +36,7 @@ def vanilla_note(config: MHCConfig) -> str:
     )
 
 
-def start_values(config: MHCConfig) -> dict[str, Callable[[], torch.Tensor]]:
+def start_values(config: PreTrainedConfig) -> dict[str, Callable[[], torch.Tensor]]:
     """The parameters of every connection and of the readout of a model that was just built."""
     connection, readout = MHCConnection(config).state_dict(), MHCReadout(config).state_dict()
     layers = range(config.num_hidden_layers)
@@ -47,25 +45,17 @@ def start_values(config: MHCConfig) -> dict[str, Callable[[], torch.Tensor]]:
     return values | {f"model.stream_readout.{key}": partial(readout.get, key) for key in readout}
 
 
-_MHC = DenseDecoderTarget(
-    MHCConfig,
-    MHCForCausalLM,
-    "mHC",
-    lambda options: {},
-    vanilla_note,
-    start_values,
-    ("scale_embeds", "use_p2n", "no_residual"),
-)
+_SOURCES = MethodSources(CONFIGURATIONS, "mHC", vanilla_note, start_values=start_values)
 
 TARGET = ConversionTarget(
-    name=MHCConfig.model_type,
-    model_class=MHCForCausalLM,
-    options=OPTIONS,
-    sources=_MHC.vanilla_sources()
-    | {"released_mhc": AcceptedSource(partial(_MHC.from_released, released_fields), RELEASED_MHC)},
-    refusals=common_refusals(MHCConfig.model_type, "hyper-connections", "mHC"),
+    name="mhc",
+    configurations=CONFIGURATIONS,
+    sources=_SOURCES.vanilla_sources()
+    | _SOURCES.released_control()
+    | {"released_mhc": AcceptedSource(partial(_SOURCES.from_released, released_fields), RELEASED_MHC)},
+    refusals=common_refusals("mhc", "hyper-connections", "mHC"),
     summary=(
-        "MHC is a dense decoder with manifold-constrained hyper-connections (arXiv 2512.24880): several residual "
+        "MHC is a decoder with manifold-constrained hyper-connections (arXiv 2512.24880): several residual "
         "streams that each sub-layer reads as one, and that a doubly stochastic matrix mixes."
     ),
     tags=("depthmix", "mhc"),

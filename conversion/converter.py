@@ -10,6 +10,7 @@ from collections import deque
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from huggingface_hub.utils import validate_repo_id
 from transformers import GenerationConfig, PreTrainedConfig
 
 from depthmix.auto import AUTO_MAPS
+from depthmix.families import METHODS
 from depthmix.hub import MANIFEST, collect_remote_code
 
 from .checkpoint_io import (
@@ -49,11 +51,6 @@ from .checkpoint_source import (
 )
 from .code_check import verify_code
 from .conversion_target import ConversionTarget, TranslatedConfig
-from .convert_to_attnres import TARGET as ATTNRES
-from .convert_to_denseformer import TARGET as DENSEFORMER
-from .convert_to_depth_qwen3 import TARGET as DEPTH_QWEN3
-from .convert_to_mhc import TARGET as MHC
-from .convert_to_moda_olmo2 import TARGET as MODA_OLMO2
 from .errors import ConversionError
 from .model_card import make_model_card, read_card_metadata
 from .output_folder import check_apart, check_destination, check_model_only, clear_leftovers, staged_folder
@@ -73,8 +70,9 @@ from .tensor_plan import TensorPlan, check_layers, plan_tensors
 from .travelling_files import clean_companions, drop_undeclared
 
 
+# by the name of the method
 TARGETS: dict[str, ConversionTarget] = {
-    target.name: target for target in (DEPTH_QWEN3, ATTNRES, DENSEFORMER, MHC, MODA_OLMO2)
+    method: import_module(f"depthmix.conversion.convert_to_{method}").TARGET for method in METHODS
 }
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -83,25 +81,7 @@ def convert(
     source: str | os.PathLike,
     dest: str | os.PathLike,
     *,
-    to: str = "depth_qwen3",
-    depth_stride: int | None = None,
-    depth_window: int | None = None,
-    num_loops: int | None = None,
-    key_norm_position: str | None = None,
-    attnres_variant: str | None = None,
-    attnres_block_size: int | None = None,
-    attnres_recency_bias: bool | None = None,
-    attnres_scale: str | None = None,
-    dwa_dilation: int | None = None,
-    dwa_period: int | None = None,
-    mhc_num_streams: int | None = None,
-    mhc_sinkhorn_iters: int | None = None,
-    mhc_sinkhorn_order: str | None = None,
-    moda_attn_slots: bool | None = None,
-    moda_ffn_slots: bool | None = None,
-    moda_attn_depth_proj: bool | None = None,
-    moda_depth_key_mode: str | None = None,
-    moda_depth_window: int | None = None,
+    to: str = "depth_attention",
     dtype: str | torch.dtype | None = None,
     shard_size: int | str = "5GB",
     push_to_hub: str | None = None,
@@ -111,6 +91,7 @@ def convert(
     overwrite: bool = False,
     dry_run: bool = False,
     progress: bool = True,
+    **options: Any,
 ) -> ConversionReport:
     """
     Converts a checkpoint and writes the result to a folder, with tokenizer, generation config, code and model card.
@@ -123,40 +104,13 @@ def convert(
 
     Args:
         source (`str` or `os.PathLike`):
-            A folder with config.json and safetensors files, or a Hub id. What is accepted depends on the target:
-            for `"depth_qwen3"` these are Qwen3, and the released Depth-Attention weights with their vanilla control;
-            for `"attnres"`, `"denseformer"` and `"mhc"` Qwen3, Qwen2 and Llama, and their weights and the vanilla
-            control of that release; for `"denseformer"` also such models with the module of DenseFormer's own code;
-            for `"moda_olmo2"` OLMo2.
+            A folder with config.json and safetensors files, or a Hub id: a stock model of one of the backbones, or
+            released weights of the method. `depthmix inspect` says what a checkpoint can become.
         dest (`str` or `os.PathLike`):
             Folder of the result, not the current one. It must not exist or be empty, unless `overwrite` is set.
-        to (`str`, *optional*, defaults to `"depth_qwen3"`):
-            Model type of the result.
-        depth_stride (`int`, *optional*), depth_window (`int`, *optional*), num_loops (`int`, *optional*):
-            Fields of [`DepthQwen3Config`]. Left out, they are what the released weights were trained with, and for
-            Qwen3 half the number of layers, 0 and 1.
-        attnres_variant (`str`, *optional*), attnres_block_size (`int`, *optional*), attnres_scale (`str`, *optional*):
-            Fields of [`AttnResConfig`]. Left out, they are what the released weights were trained with, and for
-            vanilla sources `"block"`, 8 blocks and `"sum"`, with which the function stays the same.
-        attnres_recency_bias (`bool`, *optional*):
-            Another one. Left out, it is whether the released weights have it, and `False` for vanilla sources.
-        dwa_dilation (`int`, *optional*), dwa_period (`int`, *optional*):
-            Fields of [`DenseFormerConfig`]. Left out, they are what the weights were trained with, and for vanilla
-            sources 1.
-        mhc_num_streams (`int`, *optional*), mhc_sinkhorn_iters (`int`, *optional*), mhc_sinkhorn_order (`str`, \
-        *optional*):
-            Fields of [`MHCConfig`]. Left out, they are what the released weights were trained with, and for vanilla
-            sources 4, 20 and `"columns_first"`.
-        moda_attn_slots (`bool`, *optional*), moda_ffn_slots (`bool`, *optional*):
-            Fields of [`MoDAOlmo2Config`], as are all options of that prefix. Left out, they have its defaults: row 4
-            of the paper's table.
-        moda_attn_depth_proj (`bool`, *optional*), moda_depth_key_mode (`str`, *optional*):
-            More of them: row 5, and how the keys of slots are finished.
-        moda_depth_window (`int`, *optional*):
-            Another one: how many of the most recent slots a layer reads.
-        key_norm_position (`str`, *optional*):
-            A field of all but [`MoDAOlmo2Config`]. Left out, it is `"before_rope"`, and `"after_rope"` for everything
-            of that release.
+        to (`str`, *optional*, defaults to `"depth_attention"`):
+            The method, one of `depthmix.families.METHODS`. The source's backbone decides what model type the result
+            has. A model type, such as `"depth_qwen3"`, is taken too, and has to be that one.
         dtype (`str` or `torch.dtype`, *optional*):
             `"float32"`, `"bfloat16"` or `"float16"`. Left out, every tensor keeps its dtype.
         shard_size (`int` or `str`, *optional*, defaults to `"5GB"`):
@@ -175,6 +129,10 @@ def convert(
             Check everything and write nothing. A source on the Hub is downloaded into the cache all the same.
         progress (`bool`, *optional*, defaults to `True`):
             Show a progress bar.
+        options:
+            Fields of the result's configuration that have a help text there, such as `depth_stride`; None is as good
+            as left out. Those left out are what the weights were trained with, and for vanilla sources what keeps the
+            function where the method can, and the defaults of the configuration otherwise.
 
     Returns:
         [`ConversionReport`]: what was done. `str()` of it is readable.
@@ -190,26 +148,6 @@ def convert(
     ```
     """
     target = _get_target(to)
-    options = {
-        "depth_stride": depth_stride,
-        "depth_window": depth_window,
-        "num_loops": num_loops,
-        "key_norm_position": key_norm_position,
-        "attnres_variant": attnres_variant,
-        "attnres_block_size": attnres_block_size,
-        "attnres_recency_bias": attnres_recency_bias,
-        "attnres_scale": attnres_scale,
-        "dwa_dilation": dwa_dilation,
-        "dwa_period": dwa_period,
-        "mhc_num_streams": mhc_num_streams,
-        "mhc_sinkhorn_iters": mhc_sinkhorn_iters,
-        "mhc_sinkhorn_order": mhc_sinkhorn_order,
-        "moda_attn_slots": moda_attn_slots,
-        "moda_ffn_slots": moda_ffn_slots,
-        "moda_attn_depth_proj": moda_attn_depth_proj,
-        "moda_depth_key_mode": moda_depth_key_mode,
-        "moda_depth_window": moda_depth_window,
-    }
     options = {key: value for key, value in options.items() if value is not None}
     dtype_code = _check_dtype(dtype)
     _check_repo_id(push_to_hub)
@@ -217,7 +155,6 @@ def convert(
         raise ConversionError("private: is for the repository of push_to_hub, which is not given.")
     token = _check_token(token)
     dest = expand_path(dest, "destination")
-    code_files = {MANIFEST, *collect_remote_code(AUTO_MAPS[target.name])}
     # a model of another family may be replaced too
     own_files = {MANIFEST, *(file for auto_map in AUTO_MAPS.values() for file in collect_remote_code(auto_map))}
     remarks = [] if dry_run else clear_leftovers(dest, own_files)
@@ -233,6 +170,12 @@ def convert(
     opened = _open_source(folder)
     translated, plan = _plan_conversion(opened, target, options, dtype_code)
     config = translated.config
+    if to not in (target.name, config.model_type):
+        raise ConversionError(
+            f"to={to!r}: {opened.checkpoint.folder} is {opened.layout.title}, which becomes {config.model_type}. Give "
+            f"to={target.name!r}, or a source that becomes {to}."
+        )
+    code_files = {MANIFEST, *collect_remote_code(AUTO_MAPS[config.model_type])}
     if dtype_code is not None:
         config.dtype = FLOAT_DTYPES[dtype_code]
     shards = plan_shards(plan.writes, shard_size)
@@ -258,7 +201,7 @@ def convert(
         source=os.fspath(source),
         source_kind=opened.layout.title,
         evidence=opened.evidence,
-        target=target.name,
+        target=config.model_type,
         destination=dest,
         config_changes=config_changes,
         function_note=translated.function_note,
@@ -350,9 +293,12 @@ def inspect_checkpoint(
         except ConversionError as error:
             conversions[target.name] = f"no. {error}"
         else:
-            fields = ", ".join(f"{option}={getattr(translated.config, option)!r}" for option in target.options)
+            config = translated.config
+            fields = ", ".join(f"{name}={getattr(config, name)!r}" for name in target.options if hasattr(config, name))
             stock_config = translated.stock_config
-            conversions[target.name] = f"yes, with {fields} unless asked otherwise. {translated.function_note}"
+            conversions[target.name] = (
+                f"yes, to {config.model_type}, with {fields} unless asked otherwise. {translated.function_note}"
+            )
             warnings += [*translated.warnings, *plan.warnings]
     return CheckpointDescription(
         source=os.fspath(path_or_hub_id),
@@ -396,7 +342,7 @@ def _plan_conversion(
     layout = opened.layout
     if layout.name not in target.sources:
         titles = {known.name: known.title for known in LAYOUTS}
-        accepted = "; ".join(titles[name] for name in target.sources)
+        accepted = "; ".join(titles[name] for name in target.sources if not name.endswith("_base"))
         reason = target.refusals.get(layout.name, f"Accepted are: {accepted}.")
         raise ConversionError(
             f"{opened.checkpoint.folder} is {layout.title} ({'; '.join(opened.evidence)}), which does not convert to "
@@ -414,15 +360,16 @@ def _plan_conversion(
         translated = accepted.translate(opened.config, options)
         drop_undeclared(translated.config)
     plan = plan_tensors(
-        opened.checkpoint, accepted.weight_map, target.model_class, translated.config, accepted.new_tensors, dtype
+        opened.checkpoint, accepted.weight_map, translated.model_class, translated.config, accepted.new_tensors, dtype
     )
     return replace(translated, function_note=plan.function_note or translated.function_note), plan
 
 
 def _get_target(name: str) -> ConversionTarget:
-    if name not in TARGETS:
-        raise ConversionError(f"to={name!r}: must be one of {', '.join(TARGETS)}.")
-    return TARGETS[name]
+    for target in TARGETS.values():
+        if name == target.name or name in target.model_types:
+            return target
+    raise ConversionError(f"to={name!r}: must be one of {', '.join(TARGETS)}, or a model type of one of these.")
 
 
 def _check_dtype(dtype: str | torch.dtype | None) -> str | None:

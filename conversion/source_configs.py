@@ -8,12 +8,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import transformers
 from huggingface_hub.errors import StrictDataclassError
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig
 
 from depthmix.auto import AUTO_MAPS, auto_classes
 from depthmix.configuration.configuration_depth_common import check_decoder_shape, shown
+from depthmix.configuration.depth_backbones import Backbone
 
 from .errors import ConversionError
 from .source_keys import (
@@ -28,6 +28,12 @@ from .source_keys import (
 )
 
 
+def declared_names(config_class: type[PreTrainedConfig]) -> set[str]:
+    """The fields that a configuration declares, under both of their names where they have two."""
+    aliases = config_class.attribute_map
+    return {field.name for field in fields(config_class)} | {*aliases, *aliases.values()}
+
+
 def all_fields(config_class: type[PreTrainedConfig], source: dict[str, Any]) -> dict[str, Any]:
     """
     What a target that derives from the source's configuration takes over.
@@ -36,7 +42,7 @@ def all_fields(config_class: type[PreTrainedConfig], source: dict[str, Any]) -> 
         [`ConversionError`]: for a key that changes what stock code computes and cannot be carried, or a value out of
             range.
     """
-    for key, change in refused_keys({field.name for field in fields(config_class)}, source).items():
+    for key, change in refused_keys(declared_names(config_class), source).items():
         raise ConversionError(
             f"{key}={shown(source[key])} in config.json: stands for {change}, of which the targets have no "
             "equivalent, and without which the function would be another."
@@ -49,7 +55,7 @@ def _declared_fields(config_class: type[PreTrainedConfig], source: dict[str, Any
     The keys that a configuration declares or understands. Nothing else of a file may reach it: there it would become
     an attribute, which hides a method or which the host reads by name.
     """
-    declared = {field.name for field in fields(config_class)}
+    declared = declared_names(config_class)
     for key in source:
         if key not in declared and callable(getattr(config_class, key, None)):
             raise ConversionError(f"config.json has a key {key}, which is the name of a method of configurations.")
@@ -64,7 +70,7 @@ def _declared_fields(config_class: type[PreTrainedConfig], source: dict[str, Any
 
 def unknown_keys(config_class: type[PreTrainedConfig], source: dict[str, Any]) -> list[str]:
     """The keys that no stock code reads and that depthmix does not know either."""
-    known = {field.name for field in fields(config_class)} | set(GenerationConfig().to_dict())
+    known = declared_names(config_class) | set(GenerationConfig().to_dict())
     known |= {*IDENTITY_KEYS, *ALIASES, *READ_EVERYWHERE, *TOKENIZER_KEYS, *REFUSED_KEYS}
     return sorted(source.keys() - known - EXECUTION_KEYS - HARMLESS_KEYS)
 
@@ -151,23 +157,21 @@ def read_aliased(source: dict[str, Any], key: str, older_key: str, default: int)
     return default
 
 
-def build_config(
-    config_class: type[PreTrainedConfig], model_class: type[PreTrainedModel], values: dict[str, Any]
-) -> PreTrainedConfig:
+def build_config(config_class: type[PreTrainedConfig], values: dict[str, Any]) -> PreTrainedConfig:
     """The configuration of a converted model."""
     config = config_class.from_dict(deepcopy(values))
-    config.architectures = [model_class.__name__]
+    config.architectures = [config_class.__name__.removesuffix("Config") + "ForCausalLM"]
     return config
 
 
-def check_vanilla(source: dict[str, Any], stock_name: str) -> list[str]:
+def check_vanilla(source: dict[str, Any], stock: Backbone) -> list[str]:
     """
     Warnings on a source that is taken for a stock model.
 
     Raises:
         [`ConversionError`]: if it is no causal language model.
     """
-    causal_lm, base_model = f"{stock_name}ForCausalLM", f"{stock_name}Model"
+    causal_lm, base_model = f"{stock.prefix}ForCausalLM", f"{stock.prefix}Model"
     architectures = source.get("architectures") or [causal_lm]
     if not isinstance(architectures, list):
         raise ConversionError(f"architectures is {shown(architectures)}, must be a list of names.")
@@ -179,9 +183,9 @@ def check_vanilla(source: dict[str, Any], stock_name: str) -> list[str]:
     warnings = []
     if source.get("auto_map"):
         warnings.append(
-            f"The source names code of its own (auto_map). It was ignored: the model is taken for stock {stock_name}."
+            f"The source names code of its own (auto_map). It was ignored: the model is taken for stock {stock.title}."
         )
-    if unknown := unknown_keys(getattr(transformers, f"{stock_name}Config"), source):
+    if unknown := unknown_keys(stock.stock_config_class(), source):
         names = ", ".join(shown(key) for key in unknown[:10]) + (", …" if len(unknown) > 10 else "")
-        warnings.append(f"config.json has keys that stock {stock_name} does not read. They were left out: {names}.")
+        warnings.append(f"config.json has keys that stock {stock.title} does not read. They were left out: {names}.")
     return warnings

@@ -12,7 +12,7 @@ from typing import Any
 # what a file is, which is written anew, and by which name the host knows it
 IDENTITY_KEYS = ("model_type", "architectures", "auto_map", "transformers_version", "_name_or_path", "name_or_path")
 # older names, and parts, of declared fields, which the host's configurations understand
-ALIASES = ("torch_dtype", "rope_scaling", "rope_theta", "partial_rotary_factor", "num_labels")
+ALIASES = ("torch_dtype", "rope_scaling", "rope_theta", "partial_rotary_factor", "num_labels", "linear_attn_config")
 # declared by some stock configurations, and read by the stock code of the others where it is set all the same
 READ_EVERYWHERE = ("head_dim",)
 # by which the host chooses a tokenizer

@@ -10,6 +10,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
+from depthmix.configuration.depth_backbones import BACKBONES
+from depthmix.families import FAMILIES
+
 from .errors import ConversionError
 
 
@@ -193,7 +196,7 @@ def _dwa_modules(model_type: str) -> RecogniseFn:
 
 # where the checkpoints that compute something of their own belong
 _HOMES = {
-    "released_depth_attention": "depth_qwen3",
+    "released_depth_attention": "depth_attention",
     "released_attnres": "attnres",
     "released_attnres_block": "attnres",
     "released_denseformer": "denseformer",
@@ -202,27 +205,39 @@ _HOMES = {
     "llama_dwa": "denseformer",
     "released_mhc": "mhc",
 }
+# why methods that work inside of the attention are not on Kimi Linear
+NO_SOFTMAX = dict.fromkeys(
+    ("kimi_linear", "kimi_linear_base"),
+    "Its delta attention has no values that a softmax reads, and mixed values do not fit into the latents that its "
+    "latent attention keeps: a cache of expanded keys and values would be 17.8 times as large. Attention Residuals, "
+    "DenseFormer and mHC take it.",
+)
 
 
-def common_refusals(target: str, mixing: str, release: str) -> dict[str, str]:
+def common_refusals(method: str, mixing: str, release: str) -> dict[str, str]:
     """
     Why a target does not take the layouts that have a way of mixing of their own, by layout.
 
     Args:
-        target (`str`):
-            Its model type.
+        method (`str`):
+            Its name.
         mixing (`str`), release (`str`):
             What it computes, and what weights of it are called.
     """
     refusals = {
         layout: f"It does not compute {mixing}. Convert it to {home}."
         for layout, home in _HOMES.items()
-        if home != target
+        if home != method
     }
-    for home in {*_HOMES.values(), "moda_olmo2"}:
-        refusals[home] = f"It does not compute {mixing}, but what {home} does: load it as it is."
+    for model_type, family in FAMILIES.items():
+        if family.method == method:
+            refusals[model_type] = (
+                "It already is what it would become: load it as it is, with other values of its fields as keywords, "
+                "`from_pretrained(path, ...)`."
+            )
+        else:
+            refusals[model_type] = f"It does not compute {mixing}, but what {family.method} does: load it as it is."
     return refusals | {
-        target: "It already is what it would become: load it as it is.",
         "released_experiment": f"It does not compute {mixing}. Use the released {release} weights.",
         "qwen3_p2n": "It runs its layers several times per token. Use a plain Qwen3 checkpoint.",
         "attention_residuals": "This form of Attention Residuals is not supported by this version of depthmix.",
@@ -232,11 +247,7 @@ def common_refusals(target: str, mixing: str, release: str) -> dict[str, str]:
 UNKNOWN_LAYOUT = SourceLayout("unknown", "a model that depthmix does not know", lambda config, tensor_names: [])
 
 LAYOUTS = (
-    SourceLayout("depth_qwen3", "DepthQwen3 (depthmix)", _model_type("depth_qwen3")),
-    SourceLayout("attnres", "AttnRes (depthmix)", _model_type("attnres")),
-    SourceLayout("denseformer", "DenseFormer (depthmix)", _model_type("denseformer")),
-    SourceLayout("mhc", "mHC (depthmix)", _model_type("mhc")),
-    SourceLayout("moda_olmo2", "MoDAOlmo2 (depthmix)", _model_type("moda_olmo2")),
+    *(SourceLayout(name, f"{family.prefix} (depthmix)", _model_type(name)) for name, family in FAMILIES.items()),
     SourceLayout("released_attnres_block", "the released code's AttnRes without recency bias", _attnres_without_bias),
     *(SourceLayout(name, title, _released_baseline(name)) for name, (title, *_) in _RELEASED_BASELINES.items()),
     SourceLayout("attention_residuals", "another form of Attention Residuals", _other_attention_residuals),
@@ -246,7 +257,9 @@ LAYOUTS = (
     SourceLayout("qwen3_p2n", "Qwen3 with several shifted passes (P2N)", _qwen3_shifted_passes),
     *(
         SourceLayout(name, title, recognise)
-        for model_type, stock_name in (("qwen3", "Qwen3"), ("qwen2", "Qwen2"), ("llama", "Llama"), ("olmo2", "OLMo2"))
+        for model_type, stock_name in (
+            (name, backbone.title) for name, backbone in BACKBONES.items() if name != "dense"
+        )
         for name, title, recognise in (
             (f"{model_type}_dwa", f"{stock_name} with DenseFormer's averages", _dwa_modules(model_type)),
             (f"{model_type}_base", f"{stock_name} with the tensor names of its base model", _base_model(model_type)),

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from depthmix.configuration.configuration_depth_common import shown
+from depthmix.modeling.mixing_modules import MixingModule
 
 from .checkpoint_io import FLOAT_DTYPES, Checkpoint, TensorWrite, same_values
 from .conversion_target import NewTensorsFn
@@ -55,7 +57,7 @@ def plan_tensors(
     """
     check_layers(checkpoint, config.num_hidden_layers)
     with config_errors():
-        shapes, tied = _expected_tensors(model_class, config)
+        shapes, tied, kept_in_fp32 = _expected_tensors(model_class, config)
         # by name only: a checkpoint may claim sizes of which the values do not fit in memory
         with torch.device("meta"):
             start_names = new_tensors(config).keys()
@@ -97,7 +99,8 @@ def plan_tensors(
                     )
         elif stored is None and name in start_names:
             make = partial(lambda name: start_values()[name](), name)
-            plan.writes.append(TensorWrite.from_function(name, make, start_dtype, shape))
+            new_dtype = "F32" if name in kept_in_fp32 else start_dtype
+            plan.writes.append(TensorWrite.from_function(name, make, new_dtype, shape))
             plan.new.append(name)
         elif stored is None:
             problems.append(f"{weight_map.to_source(name)} {_where_missing(name, model_class, checkpoint)}")
@@ -134,15 +137,24 @@ def check_layers(checkpoint: Checkpoint, layers: Any) -> None:
 
 def _expected_tensors(
     model_class: type[PreTrainedModel], config: PreTrainedConfig
-) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """Shapes by name, and which names are tied to which."""
+) -> tuple[dict[str, tuple[int, ...]], dict[str, str], set[str]]:
+    """Shapes by name as a saved model has them, which names are tied to which, and the names that stay in fp32."""
     # the attention that needs nothing, whatever is installed: a model that is not run has no use for another
     config = copy(config)
     config._attn_implementation = "eager"
     with torch.device("meta"):
         model = model_class(config)
+        # stock models store each expert by itself, and hold them as one tensor
+        saved = revert_weight_conversion(model, model.state_dict())
     tied = model._tied_weights_keys if config.tie_word_embeddings else {}
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}, tied
+    # the start of a mixing can depend on digits that 16 bits do not have
+    in_fp32 = {
+        f"{prefix}.{name}"
+        for prefix, module in model.named_modules()
+        if isinstance(module, MixingModule)
+        for name, _ in module.named_parameters(recurse=False)
+    }
+    return {name: tuple(tensor.shape) for name, tensor in saved.items()}, tied, in_fp32
 
 
 def _most_common_dtype(checkpoint: Checkpoint) -> str:

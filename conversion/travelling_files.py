@@ -9,7 +9,6 @@ Keys are listed, and what is not listed stays behind: a key that nobody has look
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from .checkpoint_io import read_json
 from .checkpoint_source import GENERATION_CONFIG_FILE, TOKENIZER_CONFIG_FILE
+from .source_configs import declared_names
 
 
 # what tokenizers are built from; special tokens, `<name>_token`, besides
@@ -51,7 +51,7 @@ def drop_undeclared(config: PreTrainedConfig) -> list[str]:
 
     A number, a truth value or null stays, since stock code reads some of these by name and none can name code.
     """
-    declared = {"model_type", *(field.name for field in fields(config))}
+    declared = {"model_type", *declared_names(type(config))}
     dropped = [
         key
         for key, value in vars(config).items()

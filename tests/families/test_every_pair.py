@@ -6,10 +6,13 @@ training step against the reference.
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from depthmix.configuration.depth_backbones import BACKBONES
+from depthmix.conversion import convert
 from depthmix.families import FAMILIES
 
 
@@ -76,9 +79,17 @@ AWAKE_FIELDS = {
 }
 # the recurrence of Kimi Linear adds up in another order with a cache
 # and the tied embeddings of SmolLM3 make large logits
-TOLERANCE = {"kimi_linear": 5e-5, "qwen3_moe": 3e-5, "olmoe": 3e-5, "smollm3": 1e-4}
+TOLERANCE = {"llama": 5e-5, "kimi_linear": 5e-5, "qwen3_moe": 3e-5, "olmoe": 3e-5, "smollm3": 1e-4}
 # one pair of each method on its first backbone is checked elsewhere in depth; these are all
 EVERY_PAIR = pytest.mark.parametrize("pair", FAMILIES.values(), ids=FAMILIES)
+
+
+# stock models that the backbone `dense` stands for, with what is peculiar to each
+DENSE_SOURCES = {
+    "qwen3": BACKBONE_FIELDS["qwen3"],
+    "qwen2": BACKBONE_FIELDS["qwen2"],
+    "llama": BACKBONE_FIELDS["llama"] | {"head_dim": 24},
+}
 
 
 def fields_of(pair):
@@ -226,3 +237,45 @@ def test_reloaded_is_the_original(pair, awake, tmp_path):
         model.config.output_router_logits = False
     texts = [m.generate(ids, max_new_tokens=5, do_sample=False, eos_token_id=None) for m in (loaded, awake)]
     assert torch.equal(*texts)
+
+
+CONVERSIONS = [
+    (pair, source)
+    for pair in FAMILIES.values()
+    for source in (DENSE_SOURCES if pair.backbone.model_type == "dense" else [pair.backbone.model_type])
+]
+KEEPS_FUNCTION = {
+    "depth_attention": {"depth_stride": 0},
+    "moda": {"moda_attn_slots": False, "moda_ffn_slots": False},
+}
+
+
+@pytest.mark.parametrize(("pair", "source"), CONVERSIONS, ids=lambda each: getattr(each, "model_type", each))
+@torch.no_grad()
+def test_converted_from_vanilla(pair, source, tmp_path):
+    stock = BACKBONES[source]
+    head = stock.stock_class("ForCausalLM")
+    torch.manual_seed(0)
+    vanilla = wake(head(head.config_class(**TINY | BACKBONE_FIELDS[source] | DENSE_SOURCES.get(source, {})))).eval()
+    vanilla.save_pretrained(tmp_path / "vanilla", max_shard_size="100KB")
+    options = {"to": pair.method, "progress": False}
+    report = convert(tmp_path / "vanilla", tmp_path / "same", **KEEPS_FUNCTION.get(pair.method, {}), **options)
+    assert report.target == pair.model_type
+    loaded, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "same", output_loading_info=True)
+    assert not any(loading.values()) and loaded.config.model_type == pair.model_type
+    ids = ids_of(2, 12)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    expected = vanilla(ids, attention_mask=mask).logits
+    rounds = pair.method in ROUNDED or pair.backbone.has_experts
+    tolerance = TOLERANCE.get(source, 2e-5) if rounds else 0
+    torch.testing.assert_close(loaded.eval()(ids, attention_mask=mask).logits, expected, atol=tolerance, rtol=0)
+    # the same by its model type, as it is by default; saving again gives the same tensors
+    convert(tmp_path / "vanilla", tmp_path / "default", **options | {"to": pair.model_type})
+    default = AutoModelForCausalLM.from_pretrained(tmp_path / "default").eval()
+    changes = pair.method in ("depth_attention", "moda")
+    assert ((default(ids, attention_mask=mask).logits - expected).abs().max() > 0.02) == changes
+    default.save_pretrained(tmp_path / "again")
+    files = [load_file(file) for name in ("default", "again") for file in (tmp_path / name).glob("*.safetensors")]
+    assert len(files) == 2 and files[0].keys() == files[1].keys()
+    assert all(torch.equal(tensor, files[1][name]) for name, tensor in files[0].items())

@@ -1,45 +1,38 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
-"""Conversion to DepthQwen3: from Qwen3, and from the released Depth-Attention weights and their vanilla control."""
+"""
+Conversion to Depth-Attention: from the stock models, and from the released weights and their vanilla control, which
+become Qwen3 with Depth-Attention.
+"""
 
 from typing import Any
 
-from transformers import LlamaConfig, Qwen3Config
+from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
-from depthmix.configuration.configuration_depth_attention import DepthQwen3Config
-from depthmix.modeling.modeling_depth_attention import DepthQwen3ForCausalLM
+from depthmix.configuration.configuration_depth_attention import CONFIGURATIONS
+from depthmix.configuration.depth_backbones import BACKBONES
 
 from .conversion_target import AcceptedSource, ConversionTarget, TranslatedConfig
 from .errors import ConversionError
-from .source_configs import all_fields, build_config, carried_fields, check_llama, check_vanilla, read_stock
-from .source_layouts import common_refusals, read_switch
-from .weight_maps import BASE_MODEL, CAUSAL_LM, RELEASED_LLAMA
+from .source_configs import build_config, carried_fields, check_llama, read_stock
+from .source_layouts import NO_SOFTMAX, common_refusals, read_switch
+from .vanilla_sources import SAME_FUNCTION, MethodSources
+from .weight_maps import RELEASED_LLAMA
 
-
-OPTIONS = ("depth_stride", "depth_window", "key_norm_position", "num_loops")
 
 _REFUSED_KEYS = ("mlp_bias", "scale_embeds", "no_residual", "use_p2n")
 
 
-def from_qwen3(source: dict[str, Any], options: dict[str, Any]) -> TranslatedConfig:
-    """Every field is carried; the fields of the mixing come from the options, or are this package's defaults."""
-    warnings = check_vanilla(source, "Qwen3")
-    config = _depth_config({**all_fields(Qwen3Config, source), **options})
-    warnings += _window_warnings(config)
-    if config.key_norm_position != "before_rope":
-        warnings.append(
-            f"key_norm_position={config.key_norm_position!r}: Qwen3 weights are trained with 'before_rope'."
-        )
+def vanilla_note(config: PreTrainedConfig) -> str:
+    """Whether the function of a vanilla source is kept."""
     if config.num_loops > 1:
-        note = "The converted model runs the layers of the vanilla checkpoint several times. Fine-tune it before use."
-    elif any(config.depth_sources) or config.key_norm_position != "before_rope":
-        note = (
+        return "The converted model runs the layers of the vanilla checkpoint several times. Fine-tune it before use."
+    if any(config.depth_sources):
+        return (
             "The converted model computes another function than the vanilla checkpoint: mixing over depth has no "
             "parameters that could switch it off at the start. Fine-tune it before use. With depth_stride=0 and "
             "key_norm_position='before_rope' it is exactly the vanilla model."
         )
-    else:
-        note = "Mixing over depth is off: the converted model computes exactly what the vanilla checkpoint does."
-    return TranslatedConfig(config, read_stock(Qwen3Config, source), note, tuple(warnings))
+    return f"Mixing over depth is off. {SAME_FUNCTION}."
 
 
 def from_released_depth_attention(source: dict[str, Any], options: dict[str, Any]) -> TranslatedConfig:
@@ -90,13 +83,14 @@ def _from_llama(
     trained = {**trained, "key_norm_position": "after_rope", "num_loops": 1}
     stock_config = read_stock(LlamaConfig, source)
     carried = carried_fields(stock_config, Qwen3Config)
-    as_trained = _depth_config({**carried, **trained})
-    config = _depth_config({**carried, **trained, **options})
+    config_class = CONFIGURATIONS.of(BACKBONES["qwen3"])
+    as_trained = build_config(config_class, {**carried, **trained})
+    config = build_config(config_class, {**carried, **trained, **options})
     changed = {key: value for key, value in options.items() if value != trained[key]}
     warnings += [
         f"{key}={value!r} as asked; the source was trained with {trained[key]!r}." for key, value in changed.items()
     ]
-    warnings += _window_warnings(config)
+    warnings += window_warnings(config, options)
     # not every other value makes a difference: a window without mixing does not
     if (config.depth_sources, config.key_norm_position) != (as_trained.depth_sources, as_trained.key_norm_position):
         note = f"The converted model computes another function than the source, because of {', '.join(changed)}."
@@ -119,40 +113,26 @@ def _aliased(source: dict[str, Any], key: str, older_key: str, default: int) -> 
     return value, []
 
 
-def _window_warnings(config: DepthQwen3Config) -> list[str]:
+def window_warnings(config: PreTrainedConfig, options: dict[str, Any]) -> list[str]:
+    """What has no effect."""
     if config.depth_stride == 0 and config.depth_window > 0:
         return [f"depth_window={config.depth_window} has no effect: depth_stride=0 switches the mixing off."]
     return []
 
 
-def _depth_config(values: dict[str, Any]) -> DepthQwen3Config:
-    return build_config(DepthQwen3Config, DepthQwen3ForCausalLM, values)
-
+_SOURCES = MethodSources(CONFIGURATIONS, "Depth-Attention", vanilla_note, remarks=window_warnings)
 
 TARGET = ConversionTarget(
-    name=DepthQwen3Config.model_type,
-    model_class=DepthQwen3ForCausalLM,
-    options=OPTIONS,
-    sources={
-        "qwen3": AcceptedSource(from_qwen3, CAUSAL_LM),
-        "qwen3_base": AcceptedSource(from_qwen3, BASE_MODEL),
+    name="depth_attention",
+    configurations=CONFIGURATIONS,
+    sources=_SOURCES.vanilla_sources()
+    | {
         "released_depth_attention": AcceptedSource(from_released_depth_attention, RELEASED_LLAMA),
         "released_qk_norm": AcceptedSource(from_released_qk_norm, RELEASED_LLAMA),
     },
-    refusals=common_refusals("depth_qwen3", "Depth-Attention", "Depth-Attention")
-    | {
-        "depth_qwen3": (
-            "It already is what it would become: load it as it is, or with another stride, "
-            "`from_pretrained(path, depth_stride=...)`."
-        ),
-        **dict.fromkeys(
-            ("llama", "llama_base", "qwen2", "qwen2_base"),
-            "It has no q/k norms, and DepthQwen3 normalises queries and keys in every layer, which no choice of norm "
-            "weights undoes. Use a Qwen3 checkpoint of that size.",
-        ),
-    },
+    refusals=common_refusals("depth_attention", "Depth-Attention", "Depth-Attention") | NO_SOFTMAX,
     summary=(
-        "DepthQwen3 is Qwen3 with Depth-Attention (arXiv 2606.05014): a layer mixes its values with those of earlier "
+        "It is a decoder with Depth-Attention (arXiv 2606.05014): a layer mixes its values with those of earlier "
         "layers at the same token, and has no additional parameters for it."
     ),
     tags=("depthmix", "depth-attention"),
