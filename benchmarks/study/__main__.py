@@ -26,13 +26,15 @@ from .training import EXECUTIONS, Outcome, Run
 
 HERE = Path(__file__).parent
 COMMITTED = HERE.parent / "results" / "study"
+# seconds that must be left for a run to be started that will not end in time and is kept
+WORTH_A_START = 45
 
 
 class Study:
     """
     The runs of a plan, dealt to worker processes until they are done or the time is up.
 
-    A run is started if it is expected to end in time, or if there is a folder for checkpoints to continue it from.
+    A run is started if it is expected to end in time, or if it can be kept and there is time to get somewhere.
     """
 
     def __init__(self, arguments: argparse.Namespace, finished: list[Row], deadline: float | None):
@@ -42,27 +44,38 @@ class Study:
         self.waiting = [run for run in unique(PLANS[arguments.plan].runs(finished)) if run.key not in done]
         if arguments.systems:
             self.waiting = [run for run in self.waiting if run.system in arguments.systems]
+        # those that run now: how long each takes alone, and when it was started
+        self.running: dict[str, tuple[float, float]] = {}
         self.failed: list[str] = []
         self.left: list[str] = []
         self.out: Path = arguments.out
         self.corpus = arguments.cache / f"corpus-{self.waiting[0].vocab_size if self.waiting else 2048}"
 
     def next_run(self) -> Run | None:
+        """The next one for which there is time, or `None`."""
         with self.lock:
+            now = time.monotonic()
             for index, run in enumerate(self.waiting):
-                if self.deadline is None or self.arguments.checkpoints is not None:
-                    return self.waiting.pop(index)
-                # with several at once each takes so much longer
-                here = [row for row in self.finished if row.workers == self.arguments.workers]
-                expected = expected_seconds(run, here)
-                if not any(row.shape == run.shape for row in here):
-                    expected *= self.arguments.workers
-                if time.monotonic() + 1.1 * expected + 5 < self.deadline:
+                expected = expected_seconds(run, self.finished)
+                if self.deadline is None or self.has_time(expected, now):
+                    self.running[run.key] = (expected, now)
                     return self.waiting.pop(index)
             return None
 
+    def has_time(self, expected: float, now: float) -> bool:
+        """
+        Whether a run that takes so long alone ends before the deadline, sharing the GPU evenly with those that run
+        now until they end; or, where it is kept, whether it is worth its start.
+        """
+        left = self.deadline - now
+        if self.arguments.checkpoints is not None and left > WORTH_A_START:
+            return True
+        others = [max(0.0, alone - (now - since) / self.arguments.workers) for alone, since in self.running.values()]
+        return 1.1 * (expected + sum(min(each, expected) for each in others)) + 5 < left
+
     def note(self, run: Run, told: dict) -> None:
         with self.lock:
+            del self.running[run.key]
             if "outcome" in told:
                 outcome = Outcome(**told["outcome"])
                 row = row_of(run, outcome, self.checksum, self.arguments.workers, self.environment)
@@ -163,11 +176,10 @@ class Study:
 def list_plans(rows: list[Row]) -> None:
     """Every plan with its runs that are left and how long they are expected to take on a GPU of their own."""
     done = {row.key for row in rows}
-    alone = [row for row in rows if row.workers == 1]
     for name, plan in PLANS.items():
         runs = unique(plan.runs(rows))
         left = [run for run in runs if run.key not in done]
-        seconds = sum(expected_seconds(run, alone) for run in left)
+        seconds = sum(expected_seconds(run, rows) for run in left)
         print(f"{name}: {len(left)} of {len(runs)} runs left, about {seconds:.0f} s of a GPU. Decides {plan.decides}.")
 
 

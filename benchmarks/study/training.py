@@ -211,6 +211,7 @@ class Trainer:
         self.losses = torch.zeros(recipe.steps, device=device)
         self.loss: torch.Tensor | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.warm_up_stream = torch.cuda.Stream() if self.on_gpu else None
         self.calls, self.step, self.seconds = 0, 0, 0.0
         self.curve: list[tuple[int, float, float, float]] = []
         self.step_times: list[float] = []
@@ -244,8 +245,10 @@ class Trainer:
 
     def forward_backward_update(self) -> None:
         with self.autocast():
-            self.loss = self.forward(self.ids, labels=self.ids).loss
-        self.loss.backward()
+            loss = self.forward(self.ids, labels=self.ids).loss
+        loss.backward()
+        # without its history, whose nodes would be used again by the next call on another stream
+        self.loss = loss.detach()
         nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
         self.optimizer.step()
 
@@ -263,20 +266,18 @@ class Trainer:
             self.forward_backward_update()
             self.optimizer.zero_grad()
         elif self.calls < WARM_UP_CALLS:
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
+            self.warm_up_stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.warm_up_stream):
                 self.forward_backward_update()
                 self.optimizer.zero_grad()
-            torch.cuda.current_stream().wait_stream(stream)
+            torch.cuda.current_stream().wait_stream(self.warm_up_stream)
         else:
-            self.loss = None
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, stream=self.warm_up_stream):
                 self.forward_backward_update()
             self.graph = graph
             self.graph.replay()
-        self.losses[self.step] = self.loss.detach()
+        self.losses[self.step] = self.loss
         self.calls += 1
         self.step += 1
 

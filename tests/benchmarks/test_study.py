@@ -8,6 +8,7 @@ import math
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -341,6 +342,64 @@ def test_later_plans_take_the_rates_that_earlier_ones_chose(study):
     assert {run.seed for run in runs} == {0, 1, 2}
     # what is finished is known by its key
     assert {row.key for row in rows} & {run.key for run in runs} == {rows[1].key, rows[3].key}
+
+
+def study_of(study, tmp_path, rows=(), *, left: float, workers=2, checkpoints=None, plan="second_look"):
+    arguments = SimpleNamespace(
+        plan=plan, systems=None, workers=workers, checkpoints=checkpoints, out=tmp_path, cache=tmp_path
+    )
+    return study.__main__.Study(arguments, list(rows), 1000.0 + left)
+
+
+def test_runs_are_started_while_there_is_time_for_them(study, tmp_path, monkeypatch):
+    clock = [1000.0]
+    monkeypatch.setattr(study.__main__.time, "monotonic", lambda: clock[0])
+    # 91 s alone, as vanilla is; the second shares the GPU with the first
+    rows = rows_of(study, {("vanilla", 4e-3, 0): 1.5}, step_ms=58.6, workers=2)
+    rows += rows_of(study, {("Depth-Attention L/2", 4e-3, 0): 1.5}, step_ms=58.6, workers=2)
+    alone = study.plans.expected_seconds(study.plans.PLANS["first_look"].runs([])[0], rows)
+    assert alone == pytest.approx(100e6 / 32768 * 0.0293, rel=1e-3)
+    for left, count in ((90, 0), (120, 1), (190, 1), (215, 2), (10_000, 4)):
+        found = study_of(study, tmp_path, rows, left=left, plan="first_look")
+        found.waiting = [run for run in found.waiting if run.recipe.tokens > 1e8 - 1]
+        started = [found.next_run() for _ in range(4)]
+        assert sum(run is not None for run in started) == count, left
+    # an ending run leaves its part to the others, and what is done of one need not be done again
+    found = study_of(study, tmp_path, rows, left=215, plan="first_look")
+    found.waiting = found.waiting[:2]
+    first = found.next_run()
+    clock[0] += 90
+    assert found.next_run() is None
+    found.checksum, found.environment = "", {}
+    found.note(first, {"paused": "to see"})
+    assert found.next_run() is not None and found.next_run() is None
+
+
+def test_with_checkpoints_too_nothing_is_started_when_the_time_is_up(study, tmp_path, monkeypatch):
+    monkeypatch.setattr(study.__main__.time, "monotonic", lambda: 1000.0)
+    assert study_of(study, tmp_path, left=60, checkpoints=tmp_path).next_run() is not None
+    few = study_of(study, tmp_path, left=20, checkpoints=tmp_path)
+    # what fits is started all the same
+    assert few.next_run().recipe.steps == 12
+    assert study_of(study, tmp_path, left=3, checkpoints=tmp_path).next_run() is None
+    assert study_of(study, tmp_path, left=-1, checkpoints=tmp_path).next_run() is None
+
+
+def test_what_the_second_look_trains_is_paired_with_the_first(study):
+    looks = [study.plans.PLANS[name].runs([]) for name in ("first_look", "second_look")]
+    assert not {run.key for run in looks[0]} & {run.key for run in looks[1]}
+    first, second = (
+        [run for run in runs if run.recipe.tokens == study.plans.COMPUTE_OPTIMAL["5m"].tokens] for runs in looks
+    )
+    assert {run.system for run in second} == {
+        *("vanilla", "Depth-Attention static", "value residual", "AttnRes block")
+    }
+    for run in second:
+        same = [other for other in first if other.recipe == run.recipe and other.seed == run.seed]
+        rates = [other.recipe.rate for other in first]
+        assert {other.system for other in same} == set(study.plans.PAIR) or run.recipe.rate > max(rates)
+    # every system is trained in one of the two
+    assert {run.system for runs in looks for run in runs} == study.systems.SYSTEMS.keys()
 
 
 def test_pairs_give_the_interval_and_p_value_of_students_test(study):
