@@ -19,7 +19,7 @@ from .reports import ConversionReport
 SUPPORTED_TRANSFORMERS = "transformers 5.16.1 to 5.24"
 # the block between two lines of dashes at the beginning of a card; more text than any needs takes minutes to parse
 _METADATA = re.compile(r"\s*---[ \t]*\r?\n(.*?)(?:^---[ \t]*\r?$|\Z)", re.DOTALL | re.MULTILINE)
-_METADATA_LIMIT = 100_000
+_METADATA_LIMIT = 300_000
 # a license and what it needs beside itself
 _LICENSE_KEYS = ("license", "license_name", "license_link")
 

@@ -74,13 +74,13 @@ def test_depth_attention(check_release, source, tmp_path, capsys):
     attention, norm, keys = model.model.layers[0].self_attn, model.model.layers[0].self_attn.k_norm, []
     attention.k_norm = nn.Identity()
     attention.k_norm.register_forward_hook(lambda _, __, key: keys.append(key))
-    original = attention.project
+    original = attention.finish
 
-    def project(*args, **kwargs):
+    def finish(*args, **kwargs):
         query, key, value = original(*args, **kwargs)
         return query, norm(key), value
 
-    attention.project = project
+    attention.finish = finish
     attention.register_forward_hook(lambda _, __, output: (*output[:3], keys.pop(), *output[4:]))
     with torch.no_grad():
         losses = [

@@ -48,12 +48,12 @@ def test_convert_and_inspect(qwen3_source, tmp_path, capsys):
     text = capsys.readouterr().out
     assert "DepthQwen3" in text and "depth_stride=3, depth_window=1, key_norm_position=after_rope" in text
     assert "47 BF16" in text and "160,576 values" in text and "321.15 KB" in text
-    assert "to depth_qwen3: no" in text and "already" in text
+    assert "to depth_attention: no" in text and "already" in text
 
     main(["inspect", str(source)])
     text = capsys.readouterr().out
     assert f"{source}: Qwen3 (model_type is 'qwen3')" in text
-    assert "to depth_qwen3: yes, with depth_stride=2, depth_window=0, key_norm_position='before_rope'" in text
+    assert "to depth_attention: yes, to depth_qwen3, with depth_stride=2, depth_window=0" in text
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_options_of_attnres(qwen3_source, tmp_path, capsys, fails):
     main(["inspect", str(dest)])
     text = capsys.readouterr().out
     assert "AttnRes (depthmix)" in text and "attnres_variant=block, attnres_block_size=3" in text
-    assert "depth_qwen3 has no option attnres_scale" in fails(
+    assert "depth_attention has no option attnres_scale" in fails(
         1, "convert", source, tmp_path / "other", "--attnres-scale", "sum"
     )
 

@@ -55,12 +55,16 @@ def test_a_converted_folder(qwen3_source, tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
-        ("modeling_depth_qwen3.py", "import os\n", "modeling_depth_qwen3.py is edited, or of another version"),
-        ("norm_rotary_mix.py", None, "norm_rotary_mix.py is missing"),
+        ("modeling_depth_attention.py", "import os\n", "modeling_depth_attention.py is edited, or of another version"),
+        ("norm_rotary_mix_op.py", None, "norm_rotary_mix_op.py is missing"),
         ("tokenization_evil.py", "", "tokenization_evil.py is not depthmix's"),
         ("custom_generate/generate.py", "", "custom_generate/generate.py is not depthmix's"),
         ("native.so", "", "native.so is not depthmix's"),
-        ("__pycache__/modeling_depth_qwen3.cpython-311.pyc", "", "modeling_depth_qwen3.cpython-311.pyc is not"),
+        (
+            "__pycache__/modeling_depth_attention.cpython-311.pyc",
+            "",
+            "modeling_depth_attention.cpython-311.pyc is not",
+        ),
         ("pytorch_model.bin", "", "pytorch_model.bin can run code when it is opened"),
         ("sub/optimizer.PT", "", "sub/optimizer.PT can run code when it is opened"),
         ("model.pkl", "", "model.pkl can run code"),
@@ -89,7 +93,7 @@ def test_what_is_named(name, content, problem, saved, problems_of):
         ({"auto_map": {"AutoModel": "evil.Evil"}}, "auto_map of AutoModel names 'evil.Evil'"),
         ({"auto_map": {"AutoProcessor": "evil.Evil"}}, "auto_map of AutoProcessor names"),
         (
-            {"auto_map": {"AutoModel": "acme/repo--modeling_depth_qwen3.DepthQwen3Model"}},
+            {"auto_map": {"AutoModel": "acme/repo--modeling_depth_attention.DepthQwen3Model"}},
             "auto_map of AutoModel names",
         ),
         ({"custom_pipelines": {"x": {"impl": "evil.Evil"}}}, "custom_pipelines names code"),
@@ -126,7 +130,9 @@ def test_folders_of_other_models(config, tmp_path, problems_of):
 
 class TestRecord:
     def test_a_folder_of_a_release(self, saved, monkeypatch):
-        code = {name: f"# old {name}\n" for name in ("configuration_depth_qwen3.py", "modeling_depth_qwen3.py")}
+        code = {
+            name: f"# old {name}\n" for name in ("configuration_depth_attention.py", "modeling_depth_attention.py")
+        }
         for path in saved.glob("*.py"):
             path.unlink()
         for name, text in code.items():
@@ -175,7 +181,7 @@ class TestRecord:
 
 
 def test_nothing_is_run(saved, tmp_path, monkeypatch):
-    (saved / "modeling_depth_qwen3.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    (saved / "modeling_depth_attention.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     (saved / "model.bin").write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
     monkeypatch.setattr(subprocess, "Popen", None)
     with pytest.raises(ConversionError):

@@ -288,10 +288,10 @@ RELEASED = {
     "Depth-Attention": (
         {"use_depth_attention": True, "depth_attention_stride": 2, "depth_attention_recent_window": 0},
         {},
-        "depth_qwen3",
+        "depth_attention",
         ["use_depth_attention is true"],
     ),
-    "vanilla": ({"use_depth_attention": False}, {}, "depth_qwen3", ["use_qk_norm is true", "tensors named"]),
+    "vanilla": ({"use_depth_attention": False}, {}, "depth_attention", ["use_qk_norm is true", "tensors named"]),
     "AttnRes": (
         {"baseline_mode": "attnres", "attnres_block_size": 4},
         {
@@ -332,7 +332,7 @@ def test_inspect_recognises_every_release(release, by, awake_released):
     assert [found.startswith(said) for found, said in zip(description.evidence, evidence, strict=True)] == [
         True
     ] * len(evidence)
-    assert description.conversions[home].startswith("yes, with ")
+    assert description.conversions[home].startswith("yes, to ")
     assert "key_norm_position='after_rope'" in description.conversions[home]
     if release != "vanilla":
         others = {name: text for name, text in description.conversions.items() if name != home}

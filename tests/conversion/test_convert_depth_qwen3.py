@@ -2,7 +2,6 @@
 """`convert` to depth_qwen3: function, configuration, and what is refused."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from depthmix import DepthQwen3Config, DepthQwen3ForCausalLM
-from depthmix.conversion import ConversionError, convert, converter, inspect_checkpoint
+from depthmix.conversion import ConversionError, convert, inspect_checkpoint
 from depthmix.modeling.lent_weights import DepthRMSNorm
 
 
@@ -213,7 +212,7 @@ class TestOutputHead:
         assert "lm_head.weight differs from model.embed_tokens.weight" in warning
         assert "stock transformers would use it. To keep it, set tie_word_embeddings to false" in warning
         card = (tmp_path / "converted" / "README.md").read_text()
-        outcome = inspect_checkpoint(source).conversions["depth_qwen3"]
+        outcome = inspect_checkpoint(source).conversions["depth_attention"]
         for text in (report.function_note, card, outcome):
             assert "another function than the source in stock transformers" in text
             assert "exactly" not in text
@@ -530,8 +529,6 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("keys", "without", "message"),
         [
-            ({"use_qk_norm": ...}, ("_norm", "head_layernorm"), "is Llama .*no q/k norms.*Use a Qwen3 checkpoint"),
-            ({"use_qk_norm": False}, ("q_norm", "k_norm"), "is Llama .*no q/k norms"),
             ({"cross_layer_pattern": "dense"}, (), "an experiment.*cross_layer_pattern is 'dense'"),
             ({"layer_kv_reuse_map": {"3": [1]}}, (), "an experiment.*layer_kv_reuse_map"),
             ({"baseline_mode": "AttnRes"}, (), "Convert it to attnres"),
@@ -566,13 +563,14 @@ class TestRefusals:
 
     def test_already_converted(self, qwen3_source, tmp_path):
         convert(qwen3_source(), tmp_path / "converted", progress=False)
-        with pytest.raises(ConversionError, match=r"already is what .*from_pretrained\(path, depth_stride=...\)"):
+        with pytest.raises(ConversionError, match=r"already is what .*from_pretrained\(path, ...\)"):
             convert(tmp_path / "converted", tmp_path / "again", progress=False)
 
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"to": "depth_llama"}, "to='depth_llama': must be one of depth_qwen3"),
+            ({"to": "depth"}, "to='depth': must be one of depth_attention, attnres"),
+            ({"to": "depth_llama"}, "to='depth_llama': .* is Qwen3, which becomes depth_qwen3."),
             ({"depth_stride": -1}, "^depth_stride=-1: must be"),
             ({"depth_window": -1}, "^depth_window=-1: must be"),
             ({"key_norm_position": "both"}, "key_norm_position"),
@@ -594,11 +592,9 @@ def test_a_window_without_mixing_has_no_effect(qwen3_source, tmp_path):
         assert convert(source, tmp_path / "converted", dry_run=True, **options).warnings == []
 
 
-def test_an_option_of_another_target_names_the_valid_ones(qwen3_source, tmp_path, monkeypatch):
-    target = replace(converter.TARGETS["depth_qwen3"], options=("depth_stride", "depth_window"))
-    monkeypatch.setitem(converter.TARGETS, "depth_qwen3", target)
-    with pytest.raises(ConversionError, match="no option key_norm_position. Its options are: depth_stride, depth_win"):
-        convert(qwen3_source(), tmp_path / "converted", key_norm_position="before_rope")
+def test_an_option_of_another_target_names_the_valid_ones(qwen3_source, tmp_path):
+    with pytest.raises(ConversionError, match="no option attnres_scale. Its options are: depth_stride, depth_win"):
+        convert(qwen3_source(), tmp_path / "converted", attnres_scale="sum")
 
 
 def test_own_code_of_a_source_is_left_behind(qwen3_source, edit_config, tmp_path):

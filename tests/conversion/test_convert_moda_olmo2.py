@@ -159,15 +159,15 @@ def test_options_on_the_command_line(olmo2_source, tmp_path, capsys):
 def test_inspect(olmo2_source):
     conversions = inspect_checkpoint(olmo2_source()).conversions
     fields = "moda_attn_slots=True, moda_ffn_slots=True, moda_attn_depth_proj=False, moda_depth_key_mode='sequence'"
-    assert conversions["moda_olmo2"].startswith(f"yes, with {fields}, moda_depth_window=None unless asked otherwise.")
-    for other in ("depth_qwen3", "attnres"):
-        assert conversions[other].startswith("no. ") and "is OLMo2 (model_type is 'olmo2')" in conversions[other]
+    said = f"yes, to moda_olmo2, with {fields}, moda_depth_window=None unless asked otherwise."
+    assert conversions["moda"].startswith(said)
+    assert all(outcome.startswith("yes, to ") and "_olmo2, " in outcome for outcome in conversions.values())
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"depth_stride": 2}, "moda_olmo2 has no option depth_stride. Its options are: moda_attn_slots, "),
+        ({"depth_stride": 2}, "moda has no option depth_stride. Its options are: moda_attn_slots, "),
         ({"moda_depth_window": 1}, "^moda_depth_window=1: must be None or at least 2"),
         ({"moda_attn_slots": False, "moda_attn_depth_proj": True}, "^moda_attn_depth_proj=True: must be False"),
         ({"moda_depth_key_mode": "raw"}, "moda_depth_key_mode"),
@@ -185,7 +185,7 @@ def test_invalid_options(options, message, olmo2_source, tmp_path):
         ({"attention_dropout": 0.1}, "^attention_dropout=0.1: must be 0 with depth slots"),
         ({"sliding_window": 8}, "^sliding_window=8"),
         ({"architectures": ["Olmo2ForSequenceClassification"]}, r"\(Olmo2ForCausalLM\) convert"),
-        ({"model_type": "olmo3"}, r"does not convert to moda_olmo2. Accepted are: OLMo2"),
+        ({"model_type": "olmo3"}, r"does not convert to moda. Accepted are: Qwen3; Qwen2; Llama; "),
         ({"model_type": "moda_olmo2"}, "already is what it would become"),
         ({"num_hidden_layers": 5}, r"model\.layers\.4\.self_attn\.q_proj\.weight is missing"),
     ],

@@ -40,7 +40,9 @@ def test_layers_that_a_config_claims(layers, qwen3_source, edit_config, tmp_path
         reasons = inspect_checkpoint(source).conversions
         with pytest.raises(ConversionError, match=f"num_hidden_layers={layers}"):
             convert(source, tmp_path / "converted", progress=False)
-    assert all(f"num_hidden_layers={layers}" in reasons[to] for to in ("depth_qwen3", "attnres", "denseformer", "mhc"))
+    assert all(
+        f"num_hidden_layers={layers}" in reasons[to] for to in ("depth_attention", "attnres", "denseformer", "mhc")
+    )
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,8 @@ NORMS = ("model.layers.0.self_attn.q_norm.weight", "model.layers.0.self_attn.k_n
         ({"model_type": "qwen2"}, (), "qwen2"),
         ({"model_type": "qwen2"}, ("embed_tokens.weight",), "qwen2_base"),
         ({"model_type": "llama"}, ("embed_tokens.weight",), "llama_base"),
-        ({"model_type": "mistral"}, (), "unknown"),
+        ({"model_type": "mistral"}, (), "mistral"),
+        ({"model_type": "gemma"}, (), "unknown"),
         ({}, NORMS, "unknown"),
     ],
 )
@@ -87,8 +88,8 @@ def test_inspect_released(released_source):
     assert description.evidence == ["use_depth_attention is true"]
     assert (description.num_tensors, description.dtypes, description.files) == (48, {"F64": 48}, ["model.safetensors"])
     assert description.nbytes == 8 * description.num_parameters
-    outcome = description.conversions["depth_qwen3"]
-    assert outcome.startswith("yes, with depth_stride=2, depth_window=0, key_norm_position='after_rope'")
+    outcome = description.conversions["depth_attention"]
+    assert outcome.startswith("yes, to depth_qwen3, with depth_stride=2, depth_window=0, key_norm_position='after_rope'")
     assert outcome in str(description)
 
 
@@ -104,5 +105,5 @@ def test_inspect_released(released_source):
 def test_inspect_says_why_not(keys, kind, reason, released_source):
     description = inspect_checkpoint(released_source(**keys))
     assert description.kind == kind
-    assert description.conversions["depth_qwen3"].startswith("no. ")
-    assert reason in description.conversions["depth_qwen3"]
+    assert description.conversions["depth_attention"].startswith("no. ")
+    assert reason in description.conversions["depth_attention"]

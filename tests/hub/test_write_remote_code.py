@@ -301,8 +301,8 @@ class TestWritingInPlace:
         for path in saved.iterdir():
             path.rename(elsewhere / path.name)
             path.symlink_to(elsewhere / path.name)
-        (saved / "modeling_depth_qwen3.py").unlink()
-        (saved / "modeling_depth_qwen3.py").symlink_to(tmp_path / "nowhere.py")
+        (saved / "modeling_depth_attention.py").unlink()
+        (saved / "modeling_depth_attention.py").symlink_to(tmp_path / "nowhere.py")
         before = {path.name: (path.read_bytes(), path.stat().st_ino) for path in elsewhere.iterdir()}
         save[route](saved)
         assert_complete(saved, weights=False)
@@ -313,15 +313,15 @@ class TestWritingInPlace:
     @pytest.mark.parametrize("route", ["save_pretrained", "to_json_file", "bundle"])
     def test_edited_code_is_kept_and_named(self, route, save, assert_complete, tmp_path, caplog):
         save["save_pretrained"](tmp_path)
-        original = (tmp_path / "modeling_depth_qwen3.py").read_text()
+        original = (tmp_path / "modeling_depth_attention.py").read_text()
         for number, edited in enumerate((f"{original}# mine\n", f"{original}# mine too\n")):
-            (tmp_path / "modeling_depth_qwen3.py").write_text(edited)
+            (tmp_path / "modeling_depth_attention.py").write_text(edited)
             with caplog.at_level(logging.WARNING):
                 save[route](tmp_path)
-            kept = tmp_path / f"modeling_depth_qwen3.py.edited{'2' if number else ''}"
+            kept = tmp_path / f"modeling_depth_attention.py.edited{'2' if number else ''}"
             assert kept.read_text() == edited
-            assert f"modeling_depth_qwen3.py had been edited. It is kept as {kept.name}" in caplog.text
-            assert (tmp_path / "modeling_depth_qwen3.py").read_text() == original
+            assert f"modeling_depth_attention.py had been edited. It is kept as {kept.name}" in caplog.text
+            assert (tmp_path / "modeling_depth_attention.py").read_text() == original
         caplog.clear()
         save[route](tmp_path)
         assert not caplog.records
@@ -329,20 +329,22 @@ class TestWritingInPlace:
 
     def test_code_of_another_version_is_no_edited_code(self, save, tmp_path, caplog):
         save["save_pretrained"](tmp_path)
-        path, listed = tmp_path / "modeling_depth_qwen3.py", json.loads((tmp_path / MANIFEST).read_text())
+        path, listed = tmp_path / "modeling_depth_attention.py", json.loads((tmp_path / MANIFEST).read_text())
         path.write_text("# another version\n")
         listed["files"][path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
         (tmp_path / MANIFEST).write_text(json.dumps(listed))
         save["save_pretrained"](tmp_path)
         assert not list(tmp_path.glob("*.edited*")) and not caplog.records
 
-    @pytest.mark.parametrize("manifest", ["", "[]", '{"files": 5}', '{"files": {"modeling_depth_qwen3.py": null}}'])
+    @pytest.mark.parametrize(
+        "manifest", ["", "[]", '{"files": 5}', '{"files": {"modeling_depth_attention.py": null}}']
+    )
     def test_a_broken_list_of_hashes_vouches_for_nothing(self, manifest, save, tmp_path):
         save["save_pretrained"](tmp_path)
         (tmp_path / MANIFEST).write_text(manifest)
-        (tmp_path / "modeling_depth_qwen3.py").write_text("# mine\n")
+        (tmp_path / "modeling_depth_attention.py").write_text("# mine\n")
         save["save_pretrained"](tmp_path)
-        assert (tmp_path / "modeling_depth_qwen3.py.edited").read_text() == "# mine\n"
+        assert (tmp_path / "modeling_depth_attention.py.edited").read_text() == "# mine\n"
 
     @pytest.mark.parametrize("route", ["save_pretrained", "bundle"])
     def test_a_broken_off_save_leaves_what_was_there(self, route, save, tmp_path, monkeypatch):
