@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
 
-from .transformers_versions import HOST_CACHE_NAME
+from .transformers_versions import CACHE_NAMES, HOST_CACHE_NAME
 
 
 class KimiLinearSubLayers:
@@ -25,19 +25,19 @@ class KimiLinearSubLayers:
         return attention, stock("MoE" if is_sparse else "MLP")(config)
 
     def attend_normalised(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
+        for name in CACHE_NAMES:
+            if name in kwargs:
+                kwargs[cache_name_of(type(self.self_attn))] = kwargs.pop(name)
         if not self.is_recurrent:
             return super().attend_normalised(hidden_states, **kwargs)
         # it hands keywords on to its kernels, so it gets no more than the stock layer gives
         for name in ("position_ids", "use_cache"):
             kwargs.pop(name, None)
-        for name in ("cache", "past_key_values"):
-            if name in kwargs:
-                kwargs[recurrent_cache_name(type(self.self_attn))] = kwargs.pop(name)
         return self.normalise(1, self.self_attn(hidden_states=hidden_states, **kwargs))
 
 
 @functools.cache
-def recurrent_cache_name(module_class: type[nn.Module]) -> str:
-    """The name under which the recurrence takes the cache, which differs between versions of transformers."""
+def cache_name_of(module_class: type[nn.Module]) -> str:
+    """The name under which a stock attention takes the cache, which differs between versions of transformers."""
     parameters = inspect.signature(module_class.forward).parameters
-    return next(name for name in (HOST_CACHE_NAME, "cache", "cache_params", "past_key_values") if name in parameters)
+    return next(name for name in (HOST_CACHE_NAME, *CACHE_NAMES, "cache_params") if name in parameters)

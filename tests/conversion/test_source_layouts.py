@@ -89,7 +89,9 @@ def test_inspect_released(released_source):
     assert (description.num_tensors, description.dtypes, description.files) == (48, {"F64": 48}, ["model.safetensors"])
     assert description.nbytes == 8 * description.num_parameters
     outcome = description.conversions["depth_attention"]
-    assert outcome.startswith("yes, to depth_qwen3, with depth_stride=2, depth_window=0, key_norm_position='after_rope'")
+    assert outcome.startswith(
+        "yes, to depth_qwen3, with depth_stride=2, depth_window=0, key_norm_position='after_rope'"
+    )
     assert outcome in str(description)
 
 
