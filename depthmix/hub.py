@@ -18,7 +18,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -218,16 +218,21 @@ def refuse_foreign_configurations(config_class: type, auto_map: dict[str, str]) 
     original = config_class.from_dict
     if getattr(original, "refuses_foreign_code", None) is config_class:
         return
-    own_files = collect_remote_code(auto_map).keys() | {
-        name
-        for release in released_hashes().values()
-        for name in release.get(config_class.model_type, {}).get("files", ())
-    }
+
+    # asked for by the first configuration that is read: it reads all files of the family
+    @functools.cache
+    def own_files() -> Collection[str]:
+        return collect_remote_code(auto_map).keys() | {
+            name
+            for release in released_hashes().values()
+            for name in release.get(config_class.model_type, {}).get("files", ())
+        }
 
     @functools.wraps(original.__func__)
     def from_dict(cls, config_dict, **kwargs):
-        # a subclass with a `model_type` of its own has code of its own
-        if cls.model_type == config_class.model_type and (named := _foreign_code(config_dict, own_files, cls)):
+        # a subclass with a `model_type` of its own has code of its own, and another type is refused by the class
+        is_ours = cls.model_type == config_class.model_type == config_dict.get("model_type", config_class.model_type)
+        if is_ours and (named := _foreign_code(config_dict, own_files, cls)):
             raise ValueError(
                 f"The model type is {cls.model_type!r}, which is also the name of one of depthmix's, but auto_map is "
                 f"{named}: this is another model, and {cls.__name__} does not load it. Load it in a process that does "
@@ -262,12 +267,12 @@ def refuse_foreign_tensors(model_class: type) -> None:
     model_class.from_pretrained = classmethod(from_pretrained)
 
 
-def _foreign_code(config_dict: dict, own_files: Collection[str], config_class: type) -> str | None:
+def _foreign_code(config_dict: dict, own_files: Callable[[], Collection[str]], config_class: type) -> str | None:
     """What an `auto_map` says, in short, if its configuration or all of its models are not depthmix's."""
     saved = config_dict.get("auto_map")
     if not isinstance(saved, dict) or not saved:
         return None
-    foreign = users_references(saved, own_files)
+    foreign = users_references(saved, own_files())
     is_foreign = "AutoConfig" in foreign if "AutoConfig" in saved else len(foreign) == len(saved)
     # other people's files may have the same names; our configurations always have their own fields
     backbone = next(base for base in config_class.__mro__ if base.__module__.startswith("transformers."))
