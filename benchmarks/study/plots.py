@@ -42,7 +42,7 @@ def shown_rows(rows: Iterable[Row], details: dict[str, dict]) -> list[Row]:
 
 def write_plots(folder: Path, rows: Iterable[Row], details: dict[str, dict]) -> list[Path]:
     """
-    Writes `curves.png`, and `depth_weights.png` if a system has any.
+    Writes `study_curves.png`, and `study_depth_weights.png` if a system has any.
 
     Raises:
         `ImportError`: without matplotlib, which nothing else here needs.
@@ -60,7 +60,7 @@ def write_plots(folder: Path, rows: Iterable[Row], details: dict[str, dict]) -> 
         pictures["depth_weights"] = draw_depth_weights(Figure(layout="constrained"), weighted, details)
     paths = []
     for name, figure in pictures.items():
-        paths.append(folder / f"{name}.png")
+        paths.append(folder / f"study_{name}.png")
         figure.savefig(paths[-1], dpi=100)
     return paths
 

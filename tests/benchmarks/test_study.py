@@ -308,7 +308,10 @@ def test_pictures_show_the_best_runs_of_what_was_trained_the_longest(study, tmp_
 def test_pictures_are_drawn_of_the_committed_runs(study, tmp_path):
     pytest.importorskip("matplotlib")
     study.__main__.main(["--plots", str(tmp_path / "pictures"), "--out", str(tmp_path)])
-    assert {path.name for path in (tmp_path / "pictures").iterdir()} == {"curves.png", "depth_weights.png"}
+    assert {path.name for path in (tmp_path / "pictures").iterdir()} == {
+        "study_curves.png",
+        "study_depth_weights.png",
+    }
 
 
 def test_without_matplotlib_pictures_are_refused(study, tmp_path, monkeypatch, capsys):
