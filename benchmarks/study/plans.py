@@ -26,29 +26,30 @@ RATES = {"5m": (4e-3, 8e-3, 2e-3), "10m": (3e-3, 6e-3, 1.5e-3), "20m": (2e-3, 4e
 PAIR = ("vanilla", "Depth-Attention L/2")
 SEEDS = (0, 1, 2)
 
-# tokens per second of the vanilla decoder alone on an H200, and how much longer others take. Those of 76m were
-# measured without graphs, and those of 5m as the sum of two runs at a time; the others are guesses until `step_times`
-# has run, and only decide what is started
+# tokens per second of the vanilla decoder alone on an H200, and how much longer others take; they only decide what is
+# started. Of 5m the first comes from the last part of a run that had the GPU alone, the second from runs that shared
+# it; 76m was measured without graphs; the rest are guesses until `step_times` has run
 TOKENS_PER_SECOND = {
-    "5m": 1.1e6,
+    "5m": 1.2e6,
     "10m": 0.8e6,
     "20m": 0.65e6,
     "76m": 0.4e6,
-    "10m-12-layers": 1.1e6,
+    "10m-12-layers": 1.2e6,
     "10m-48-layers": 0.5e6,
     "tiny": 2e4,
 }
 RELATIVE_TIME = {
     "vanilla": 1.0,
-    "Depth-Attention 1": 1.3,
-    "Depth-Attention static": 1.1,
-    "AttnRes block": 1.5,
-    "AttnRes full": 2.2,
-    "AttnRes static": 2.5,
-    "DenseFormer": 1.5,
-    "mHC": 2.5,
-    "MoDA row 3": 1.8,
-    "MoDA row 4": 2.2,
+    "Depth-Attention L/4": 1.1,
+    "Depth-Attention 1": 1.25,
+    "Depth-Attention static": 1.85,
+    "AttnRes block": 1.45,
+    "AttnRes full": 2.4,
+    "AttnRes static": 1.7,
+    "DenseFormer": 1.4,
+    "mHC": 1.8,
+    "MoDA row 3": 1.15,
+    "MoDA row 4": 1.3,
 }
 
 
@@ -58,19 +59,28 @@ def relative_time(system: str) -> float:
 
 def expected_seconds(run: Run, rows: Iterable[Row]) -> float:
     """
-    Alone on a GPU: by the steps of the same system at this shape, of several runs the fastest; else the guess,
-    corrected by how wrong the guesses at this shape were. Runs at a time are taken to have shared the GPU evenly.
+    Alone on a GPU: by the steps of the same system at this shape when it was alone, of several runs the fastest; else
+    the guess, corrected by how wrong the guesses at this shape were.
+
+    How many really shared the GPU with a run that was one of several is not known, since others compile or start
+    meanwhile. Its steps over the number of workers are the least that they can have taken alone; no guess is less.
     """
     rows = [row for row in rows if row.shape == run.shape and math.isfinite(row.step_ms)]
     recipe = run.recipe
     tokens = recipe.steps * recipe.batch * recipe.length
-    own = [seconds_per_token(row) for row in rows if row.system == run.system]
-    if own:
-        return tokens * min(own)
-    guess = {row.key: relative_time(row.system) / TOKENS_PER_SECOND[row.shape] for row in rows}
-    corrections = [seconds_per_token(row) / guess[row.key] for row in rows]
-    correction = statistics.median(corrections) if corrections else 1.0
-    return correction * tokens * relative_time(run.system) / TOKENS_PER_SECOND[run.shape]
+    own = [row for row in rows if row.system == run.system]
+    alone = [seconds_per_token(row) for row in own if row.workers == 1]
+    if alone:
+        return tokens * min(alone)
+    corrections = [seconds_per_token(row) / guessed(row.system, row.shape) for row in rows if row.workers == 1]
+    guess = guessed(run.system, run.shape) * (statistics.median(corrections) if corrections else 1.0)
+    least = min((seconds_per_token(row) for row in own), default=0.0)
+    return tokens * max(guess, least)
+
+
+def guessed(system: str, shape: str) -> float:
+    """Seconds for a token."""
+    return relative_time(system) / TOKENS_PER_SECOND[shape]
 
 
 def seconds_per_token(row: Row) -> float:

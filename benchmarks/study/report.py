@@ -8,12 +8,12 @@ from .systems import SYSTEMS
 
 
 def groups(rows: Iterable[Row]) -> list[list[Row]]:
-    """Rows by settings, those with most rows first."""
+    """Rows by settings, those that were trained the longest first."""
     found: dict[tuple, list[Row]] = {}
     for row in rows:
         key = (row.shape, row.tokens, row.batch, row.length, row.vocab_size, row.corpus, *recipe_of(row))
         found.setdefault(key, []).append(row)
-    return sorted(found.values(), key=len, reverse=True)
+    return sorted(found.values(), key=lambda group: sum(row.tokens for row in group), reverse=True)
 
 
 def recipe_of(row: Row) -> tuple:
@@ -51,7 +51,9 @@ def table(rows: list[Row]) -> Iterator[str]:
         if name not in best:
             yield f"| {' | '.join(cells)} | | | | | | | diverged |"
             continue
-        cells += [f"{best[name].bits_per_byte:.4f}", f"{best[name].step_ms:.2f}"]
+        workers = best[name].workers
+        at_a_time = f" ({workers} at a time)" if workers > 1 else ""
+        cells += [f"{best[name].bits_per_byte:.4f}", f"{best[name].step_ms:.2f}{at_a_time}"]
         control = SYSTEMS[name].control
         if control == name or control not in best:
             yield f"| {' | '.join(cells)} | | | | | |"

@@ -53,8 +53,9 @@ class StaticRouting(nn.Module):
         )
 
     def depth_weights(self) -> list[torch.Tensor]:
-        """The weights of the sources, oldest first, in fp32, of each layer or site that has any."""
-        logits = [*self.value_logits.values(), *self.site_logits.values()]
+        """The weights of the sources, oldest first, in fp32, of each layer or site that has any, in their order."""
+        # the dictionaries keep their keys in the order of strings
+        logits = [group[key] for group in (self.value_logits, self.site_logits) for key in sorted(group, key=int)]
         return [each.float().softmax(-1) for each in logits]
 
     def read(self, site: int, finished: list[torch.Tensor], current: torch.Tensor | None) -> torch.Tensor:
