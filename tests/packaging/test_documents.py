@@ -1,7 +1,8 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
-"""The code in the documents is that of the tree."""
+"""The code in the documents is that of the tree, and runs."""
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,22 @@ def test_links_and_paths_lead_somewhere(document):
             r"`((?:tests|modeling|configuration|conversion|benchmarks|depthmix|examples)/[\w/.]*)`", text
         ):
             assert (ROOT / name).exists(), f"{path.name}: {name}"
+
+
+@pytest.mark.slow
+def test_python_of_the_readme_runs(tmp_path, monkeypatch):
+    """From the conversion to the adapter, in one process, with the small checkpoint under the name of a larger one."""
+    pytest.importorskip("peft")
+    text = (ROOT / "README.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text[: text.index("## Push")], re.DOTALL)
+    assert len(blocks) == 5
+    shutil.copytree(ROOT / "examples" / "tiny_qwen3_python", tmp_path / "Qwen" / "Qwen3-0.6B")
+    (tmp_path / "book.txt").write_text(Path(shutil.__file__).read_text())
+    monkeypatch.chdir(tmp_path)
+    namespace: dict = {}
+    for block in blocks:
+        block = block.replace('to="depth_attention"', 'to="depth_qwen3"')
+        block = block.replace("bf16=True)", 'bf16=True, use_cpu=True, max_steps=1, report_to="none")')
+        exec(compile(block, "README.md", "exec"), namespace)
+    assert len(namespace["weights"]) == namespace["model"].config.num_hidden_layers
+    assert (tmp_path / "qwen3-depth-tuned" / "modeling_depth_attention.py").is_file()
