@@ -11,8 +11,8 @@ from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 @strict
 class DenseDecoderConfig(Qwen3Config):
     r"""
-    The backbone `dense`: every field of [`~transformers.Qwen3Config`], and
-    the following, by which the three backbones differ.
+    The backbone `dense`: every field of [`~transformers.Qwen3Config`], and the following, which select Qwen3, Qwen2 or
+    Llama.
 
     | | `use_qk_norm` | `attention_bias` | `attention_output_bias` | `mlp_bias` |
     |---|---|---|---|---|

@@ -31,6 +31,14 @@ class MHCFields(DepthMixingFields):
             stream is an average of the old ones; the weights released with arXiv 2606.05014 need `"rows_first"`.
         mhc_alpha_init (`float`, *optional*, defaults to 0.01):
             What the factors start at by which the part of the maps that depends on the streams is multiplied.
+
+    ```python
+    >>> from depthmix import MHCOlmo2Config
+
+    >>> config = MHCOlmo2Config(mhc_num_streams=2)
+    >>> config.model_type, config.mhc_sinkhorn_order
+    ('mhc_olmo2', 'columns_first')
+    ```
     """
 
     mhc_num_streams: int = field(default=4, metadata={"help": "number of residual streams"})

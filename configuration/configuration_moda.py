@@ -33,11 +33,11 @@ class MoDAFields(DepthMixingFields):
             Whether the slot of an attention comes from a projection of its own. Otherwise it is the key and the value
             that the attention has anyway.
         moda_depth_key_mode (`str`, *optional*, defaults to `"sequence"`):
-            `"sequence"` reads slots as the paper describes it: their keys are finished as those of the sequence are,
-            by the key norm of the layer that made them and the rotation of their position. `"reader_norm"` reads them
-            as the released small language model does: keys that are normalised without a gain and not rotated, under
-            the gain of the layer that reads them and its rotated query. The two are different functions, and the
-            second needs a backbone that normalises keys.
+            `"sequence"` reads slots as the paper describes it: their keys get the usual norm, that of the layer that
+            made them, and the rotation of their position. `"reader_norm"` reads them as the released small language
+            model does: keys that are normalised without a gain and not rotated, under the gain of the layer that reads
+            them and its rotated query. The two are different functions, and the second needs a backbone that
+            normalises keys.
         moda_depth_window (`int`, *optional*):
             Each layer reads so many of the most recent slots only. `None` stands for all.
 
