@@ -20,14 +20,13 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.models.olmo2.modeling_olmo2 import repeat_kv
 
 from depthmix.configuration.configuration_moda import CONFIGURATIONS
 from depthmix.kernels.depth_dispatch import check_implementation, left_to_compiler, triton_obstacle, use_triton
 from depthmix.kernels.moda_stream import DepthStream, moda_attention_over_stream
 from depthmix.kernels.norm_rotary_mix_op import norm_rotary_mix
 
-from .decoder_layers import DecoderAttention, DecoderLayer, rotate
+from .decoder_layers import DecoderAttention, DecoderLayer, repeat_heads, rotate
 from .depth_decoder import DepthDecoderModel, DepthPreTrainedModel, Ledger, ModelClasses
 from .lent_weights import apply_mlp, apply_norm, runs_plainly
 from .transformers_versions import accepts_both_cache_names
@@ -65,16 +64,16 @@ def eager_moda_attention(
         The output `[B, Hq, T, d]` and the weights `[B, Hq, T, S + n]`: tokens, then slots.
     """
     tokens, groups = key.shape[2], query.shape[1] // key.shape[1]
-    scores = torch.matmul(query, repeat_kv(key, groups).transpose(2, 3)) * scaling
+    scores = torch.matmul(query, repeat_heads(key, groups).transpose(2, 3)) * scaling
     if attention_mask is not None:
         scores = scores + attention_mask
     grouped = depth_query.unflatten(1, (-1, groups))
     depth_scores = [torch.einsum("bkgtd,btkd->bkgt", grouped, slot).flatten(1, 2) for slot in depth_keys]
     scores = torch.cat([scores, torch.stack(depth_scores, dim=-1) * scaling], dim=-1)
     weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    output = torch.matmul(weights[..., :tokens], repeat_kv(value, groups))
+    output = torch.matmul(weights[..., :tokens], repeat_heads(value, groups))
     for j, slot in enumerate(depth_values):
-        output = output + weights[..., tokens + j, None] * repeat_kv(slot.transpose(1, 2), groups)
+        output = output + weights[..., tokens + j, None] * repeat_heads(slot.transpose(1, 2), groups)
     return output, weights
 
 
