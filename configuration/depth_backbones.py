@@ -233,7 +233,7 @@ class ConfigurationClasses:
         return made
 
 
-def method_fields(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
+def method_fields(config_class: type[DepthMixingFields]) -> dict[str, Any]:
     """The fields that a configuration class has and its backbone's has not, by name."""
     stock = {field.name for field in fields(config_class.depth_backbone.stock_config_class())}
     return {field.name: field for field in fields(config_class) if field.name not in stock}

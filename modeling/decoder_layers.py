@@ -45,6 +45,7 @@ class DepthRotaryEmbedding(nn.Module):
         self.max_seq_len_cached = self.original_max_seq_len = config.max_position_embeddings
         self.in_fp32 = config.depth_backbone.rotary_in_fp32
         self.kinds: tuple[str | None, ...] = (None,)
+        self.rope_type: str | dict[str | None, str]
         parameters = config.rope_parameters
         if config.depth_backbone.rotary == "by_layer_type":
             self.kinds = tuple(sorted(set(config.layer_types)))
@@ -59,7 +60,7 @@ class DepthRotaryEmbedding(nn.Module):
 
     def frequencies(self, kind: str | None) -> tuple[torch.Tensor, float]:
         """The frequencies `[d / 2]` of a kind of layer, fp32, and the factor of its cosines and sines."""
-        rope_type = self.rope_type if kind is None else self.rope_type[kind]
+        rope_type = self.rope_type if isinstance(self.rope_type, str) else self.rope_type[kind]
         keywords = {} if kind is None else {"layer_type": kind}
         if rope_type == "default":
             return self.compute_default_rope_parameters(self.config, **keywords)
@@ -74,6 +75,10 @@ class DepthRotaryEmbedding(nn.Module):
         parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return 1.0 / (parameters["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float) / size)), 1.0
+
+    def scaling(self, kind: str | None) -> float:
+        """The factor of the cosines and sines of a kind of layer, at this time."""
+        return getattr(self, table_name(kind, "attention_scaling"))
 
     def reset(self) -> None:
         """Computes the tables again, as after loading, which does not fill them."""
@@ -91,7 +96,7 @@ class DepthRotaryEmbedding(nn.Module):
         they are in the dtype of `x`, or in fp32 where the backbone keeps that.
         """
         frequencies = getattr(self, table_name(layer_type, "inv_freq"))
-        scaling = getattr(self, table_name(layer_type, "attention_scaling"))
+        scaling = self.scaling(layer_type)
         angles = position_ids[..., None].float() * frequencies.to(device=x.device, dtype=torch.float)
         angles = torch.cat((angles, angles), dim=-1)
         cos, sin = angles.cos() * scaling, angles.sin() * scaling
@@ -212,9 +217,11 @@ class DecoderAttention(nn.Module):
         keys, values = self.remember(key, value, past_key_values, kwargs)
         return self.read(query, keys, values, attention_mask, kwargs)
 
-    def project(self, hidden_states: torch.Tensor) -> list[torch.Tensor]:
+    def project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Query `[B, T, Hq * d]`, key and value `[B, T, Hkv * d]` as the linear maps give them."""
-        return apply_linears((self.q_proj, self.k_proj, self.v_proj), hidden_states, self.depth_impl)
+        linears = (self.q_proj, self.k_proj, self.v_proj)
+        query, key, value = apply_linears(linears, hidden_states, self.depth_impl)
+        return query, key, value
 
     def bound(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Sequence[torch.Tensor]:
         """The three projections after the norms and the bounds that apply to all heads together, still flat."""

@@ -6,6 +6,7 @@ are the stock modules; methods that work inside of a softmax attention do not ta
 
 import functools
 import inspect
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -14,7 +15,13 @@ from transformers.configuration_utils import PreTrainedConfig
 from .transformers_versions import HOST_CACHE_NAME
 
 
-class KimiLinearSubLayers:
+if TYPE_CHECKING:
+    from .decoder_layers import DecoderLayer as Base
+else:
+    Base = object
+
+
+class KimiLinearSubLayers(Base):
     """How a [`DecoderLayer`] makes and calls the sub-layers of Kimi Linear: a mixin that precedes a method's layer."""
 
     def make_sub_layers(self, config: PreTrainedConfig) -> tuple[nn.Module, nn.Module]:
@@ -32,7 +39,8 @@ class KimiLinearSubLayers:
             kwargs.pop(name, None)
         for name in ("cache", "past_key_values"):
             if name in kwargs:
-                kwargs[recurrent_cache_name(type(self.self_attn))] = kwargs.pop(name)
+                # mypy takes the `__hash__` of instances for that of their class
+                kwargs[recurrent_cache_name(type(self.self_attn))] = kwargs.pop(name)  # type: ignore[arg-type]
         return self.normalise(1, self.self_attn(hidden_states=hidden_states, **kwargs))
 
 
