@@ -45,6 +45,7 @@ quality: $(VENV)/ready
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/codespell
+	$(VENV)/bin/mypy
 
 style: $(VENV)/ready
 	$(VENV)/bin/ruff check --fix .

@@ -59,7 +59,7 @@ def _head_dim(config: PreTrainedConfig) -> int:
 
 
 def _matrix_parameters(config: PreTrainedConfig) -> int:
-    """Of one layer."""
+    """Parameters of the matrices of one layer."""
     heads = 2 * config.num_attention_heads + 2 * config.num_key_value_heads
     return config.hidden_size * (heads * _head_dim(config) + 3 * config.intermediate_size)
 

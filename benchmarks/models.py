@@ -222,7 +222,7 @@ def check_function(size: str) -> None:
 
 @torch.enable_grad()
 def logits_and_gradients(name: str, ids: torch.Tensor, **fields) -> list[torch.Tensor]:
-    """Of a small model in fp32 whose mixing is awake."""
+    """Logits and gradients of a small model in fp32 whose mixing is awake."""
     model = build(name, "1.5b", num_hidden_layers=4, **fields).float()
     own = ("mixer", "depth_average", "connection", "readout")
     mixing = {name: p for name, p in model.named_parameters() if any(part in name for part in own)}

@@ -194,7 +194,7 @@ def moda(name: str, size: str, *, tokens: int, group: int, slots: int) -> Iterat
 
 def connection_inputs(tokens: int, size: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """
-    Of a connection of four streams and a sub-layer with this output: streams, output and parameters, and gradients of
+    A connection of four streams and a sub-layer with this output: streams, output and parameters, and gradients of
     what it reads and of the new streams.
     """
 
@@ -216,7 +216,7 @@ def connection(leaves: list[torch.Tensor], impl: str) -> tuple[torch.Tensor, tor
 
 
 def liger_leaves(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The same connection for liger-kernel, which has no norm weight of its own."""
+    """A connection of liger-kernel with these weights, which has no norm weight of its own."""
     streams, update, norm_weight, projection, *rest = (leaf.detach() for leaf in leaves)
     phi, bias = (norm_weight * projection).t().contiguous(), torch.cat([logits.flatten() for logits in rest[3:]])
     alphas = [alpha.float().squeeze() for alpha in rest[:3]]

@@ -4,7 +4,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from huggingface_hub.errors import StrictDataclassClassValidationError
 from transformers import PreTrainedConfig
@@ -27,8 +27,10 @@ _CHECKED = (
     *("torch_dtype", "use_sliding_window", *_ROPE_FIELDS),
 )
 # what the host divides by, or takes a power or logarithm of
-_POSITIVE_ROPE_KEYS = ("rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor")
-_POSITIVE_ROPE_KEYS += ("low_freq_factor", "high_freq_factor", "attention_factor", "short_factor", "long_factor")
+_POSITIVE_ROPE_KEYS = (
+    *("rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor"),
+    *("low_freq_factor", "high_freq_factor", "attention_factor", "short_factor", "long_factor"),
+)
 _DTYPES = ("float32", "bfloat16", "float16", "float64", "float", "half", "double", "float8_e4m3fn", "float8_e5m2")
 _ATTENTION_KINDS = ("full_attention", "sliding_attention", "linear_attention")
 
@@ -42,6 +44,11 @@ class DepthMixingFields:
         cannot run; `"reference"`, stock arithmetic and pure PyTorch; `"auto"`, kernels on a GPU where Triton is
         installed.
     """
+
+    if TYPE_CHECKING:
+        # from the configuration of the backbone, which comes after the fields of a method in every class
+        depth_backbone: ClassVar[Any]
+        num_hidden_layers: int
 
     depth_impl: Literal["auto", "triton", "reference"] = "auto"
 

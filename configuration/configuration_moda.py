@@ -123,7 +123,7 @@ class MoDAOlmo2Fields(MoDAFields):
     moda_norm_style: Literal["olmo2", "pre", "post"] = "olmo2"
 
 
-MoDAOlmo2Fields.__doc__ = MoDAFields.__doc__.replace(
+MoDAOlmo2Fields.__doc__ = (MoDAFields.__doc__ or "").replace(
     "        moda_depth_window (",
     """        moda_norm_style (`str`, *optional*, defaults to `"olmo2"`):
             Where the norm of a sub-layer stands: `"olmo2"` in `x + norm(f(x))`, `"pre"` in `x + f(norm(x))`, `"post"`

@@ -8,7 +8,7 @@ Importing this module needs transformers, not torch.
 
 import textwrap
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -45,6 +45,8 @@ class Backbone:
         rotary (`str`, *optional*):
             `"shared"`: one table of angles for all layers; `"by_layer_type"`: one for each kind of layer; None: no
             rotation.
+        rotary_in_fp32 (`bool`):
+            Whether cosines and sines stay fp32, and are not rounded to the dtype of the hidden states.
         has_experts (`bool`):
             Whether feed-forward networks can be mixtures of experts.
         softmax_only (`bool`):
@@ -64,6 +66,7 @@ class Backbone:
     mlp_bias: bool | str = False
     norms_round_last: bool = False
     rotary: Literal["shared", "by_layer_type"] | None = "shared"
+    rotary_in_fp32: bool = False
     has_experts: bool = False
     softmax_only: bool = True
     since: str | None = None
@@ -117,6 +120,9 @@ class Backbone:
 
 # stock decoders that the backbone `dense` stands for
 DENSE_TYPES = ("qwen3", "qwen2", "llama")
+OLMO2 = Backbone(
+    "olmo2", "Olmo2", "OLMo2", norms=POST_NORM, qk_norm="flat", norms_round_last=True, rotary_in_fp32=True
+)
 BACKBONES = {
     backbone.model_type: backbone
     for backbone in (
@@ -134,10 +140,8 @@ BACKBONES = {
         Backbone("llama", "Llama", "Llama", mlp_bias="mlp_bias"),
         Backbone("mistral", "Mistral", "Mistral", qkv_bias=False, output_bias=False),
         Backbone("smollm3", "SmolLM3", "SmolLM3", mlp_bias="mlp_bias"),
-        Backbone("olmo2", "Olmo2", "OLMo2", norms=POST_NORM, qk_norm="flat", norms_round_last=True),
-        Backbone(
-            "olmo3", "Olmo3", "OLMo3", norms=POST_NORM, qk_norm="flat", norms_round_last=True, rotary="by_layer_type"
-        ),
+        OLMO2,
+        replace(OLMO2, model_type="olmo3", prefix="Olmo3", title="OLMo3", rotary="by_layer_type"),
         Backbone("qwen3_moe", "Qwen3Moe", "Qwen3-MoE", qk_norm="head", has_experts=True),
         Backbone("olmoe", "Olmoe", "OLMoE", qk_norm="flat", has_experts=True),
         Backbone(

@@ -33,7 +33,7 @@ def printable(text: object, limit: int = LINE_LIMIT) -> str:
 
 
 def printable_lines(text: object, limit: int = LINE_LIMIT) -> str:
-    """As [`printable`], for a message of several lines."""
+    """A message of several lines, each of which is made [`printable`]."""
     # `splitlines` would take separators that only some programs take for line breaks
     return "\n".join(printable(line, limit) for line in str(text).split("\n"))
 

@@ -28,7 +28,7 @@ def auto_classes(model_type: str) -> dict[str, type]:
 
 def register() -> None:
     """Makes the Auto classes know this package's models. Doing it again changes nothing."""
-    model_classes = []
+    model_classes: list[type] = []
     for model_type, auto_map in AUTO_MAPS.items():
         classes = auto_classes(model_type)
         config_class = classes.pop("AutoConfig")

@@ -55,7 +55,7 @@ def exempt_from_decay(trainer_module: ModuleType) -> None:
         exempt = {name for name, decays in mixing_parameters(model).items() if not decays}
         return [name for name in original(self, model) if name not in exempt]
 
-    get_decay_parameter_names.knows_mixing_parameters = True
+    vars(get_decay_parameter_names)["knows_mixing_parameters"] = True
     trainer_module.Trainer.get_decay_parameter_names = get_decay_parameter_names
 
 

@@ -20,13 +20,21 @@ import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
+from types import MethodType
+from typing import TYPE_CHECKING, cast
 
+from transformers import PreTrainedConfig
 from transformers.utils import CONFIG_NAME
 
 from depthmix.releases import released_hashes
 from depthmix.version import __version__
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 logger = logging.getLogger(__name__)
@@ -174,7 +182,7 @@ def users_references(auto_map: dict | None, code_files: Collection[str]) -> dict
     }
 
 
-def ship_remote_code(config_class: type, auto_map: dict[str, str]) -> None:
+def ship_remote_code(config_class: type[PreTrainedConfig], auto_map: dict[str, str]) -> None:
     """
     Makes every save of a configuration as `config.json` write `auto_map` and the code beside it.
 
@@ -189,7 +197,7 @@ def ship_remote_code(config_class: type, auto_map: dict[str, str]) -> None:
         return
     # a configuration that derives from another family's has that family's hook
     while hasattr(original, "ships_remote_code"):
-        original = original.__wrapped__
+        original = vars(original)["__wrapped__"]
 
     @functools.wraps(original)
     def to_json_file(self, json_file_path, use_diff: bool = True):
@@ -204,18 +212,18 @@ def ship_remote_code(config_class: type, auto_map: dict[str, str]) -> None:
                 return original(self, unfinished, use_diff=use_diff)
         return original(self, json_file_path, use_diff=use_diff)
 
-    to_json_file.ships_remote_code = config_class
-    config_class.to_json_file = to_json_file
+    vars(to_json_file)["ships_remote_code"] = config_class
+    setattr(config_class, to_json_file.__name__, to_json_file)
 
 
-def refuse_foreign_configurations(config_class: type, auto_map: dict[str, str]) -> None:
+def refuse_foreign_configurations(config_class: type[PreTrainedConfig], auto_map: dict[str, str]) -> None:
     """
     Makes a configuration class refuse a configuration that names other people's code.
 
     Model types are short names that others use too. A class that is registered is taken before the code that a
     checkpoint names, so such a checkpoint would be loaded as something that it is not.
     """
-    original = config_class.from_dict
+    original = cast(MethodType, config_class.from_dict)
     if getattr(original, "refuses_foreign_code", None) is config_class:
         return
 
@@ -241,13 +249,13 @@ def refuse_foreign_configurations(config_class: type, auto_map: dict[str, str]) 
             )
         return original.__func__(cls, config_dict, **kwargs)
 
-    from_dict.refuses_foreign_code = config_class
-    config_class.from_dict = classmethod(from_dict)
+    vars(from_dict)["refuses_foreign_code"] = config_class
+    setattr(config_class, from_dict.__name__, classmethod(from_dict))
 
 
-def refuse_foreign_tensors(model_class: type) -> None:
+def refuse_foreign_tensors(model_class: "type[PreTrainedModel]") -> None:
     """Makes a model class refuse a checkpoint of which no tensor is one of its own: the model would be random."""
-    original = model_class.from_pretrained
+    original = cast(MethodType, model_class.from_pretrained)
     if getattr(original, "refuses_foreign_tensors", None) is model_class:
         return
 
@@ -263,11 +271,13 @@ def refuse_foreign_tensors(model_class: type) -> None:
             )
         return (model, info) if output_loading_info else model
 
-    from_pretrained.refuses_foreign_tensors = model_class
-    model_class.from_pretrained = classmethod(from_pretrained)
+    vars(from_pretrained)["refuses_foreign_tensors"] = model_class
+    setattr(model_class, from_pretrained.__name__, classmethod(from_pretrained))
 
 
-def _foreign_code(config_dict: dict, own_files: Callable[[], Collection[str]], config_class: type) -> str | None:
+def _foreign_code(
+    config_dict: dict, own_files: Callable[[], Collection[str]], config_class: type[PreTrainedConfig]
+) -> str | None:
     """What an `auto_map` says, in short, if its configuration or all of its models are not depthmix's."""
     saved = config_dict.get("auto_map")
     if not isinstance(saved, dict) or not saved:
@@ -276,7 +286,7 @@ def _foreign_code(config_dict: dict, own_files: Callable[[], Collection[str]], c
     is_foreign = "AutoConfig" in foreign if "AutoConfig" in saved else len(foreign) == len(saved)
     # other people's files may have the same names; our configurations always have their own fields
     backbone = next(base for base in config_class.__mro__ if base.__module__.startswith("transformers."))
-    own_fields = config_class.__dataclass_fields__.keys() - backbone.__dataclass_fields__.keys()
+    own_fields = {each.name for each in fields(config_class)} - {each.name for each in fields(backbone)}
     if not is_foreign and own_fields.isdisjoint(config_dict):
         return f"{str(saved)[:200]!r} and none of its fields is among {', '.join(sorted(own_fields))}"
     return f"{str(foreign)[:200]!r}" if is_foreign else None
@@ -285,6 +295,6 @@ def _foreign_code(config_dict: dict, own_files: Callable[[], Collection[str]], c
 def _module_path(module: str) -> Path:
     for folder in BUNDLED_FOLDERS:
         spec = find_spec(f"depthmix.{folder}.{module}")
-        if spec is not None:
+        if spec is not None and spec.origin is not None:
             return Path(spec.origin)
     raise ImportError(f"No module {module} in {', '.join(BUNDLED_FOLDERS)} of depthmix.")

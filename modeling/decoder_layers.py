@@ -12,12 +12,13 @@ from typing import ClassVar
 
 import torch
 from torch import nn
+from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.qwen3.modeling_qwen3 import eager_attention_forward
 
 from depthmix.kernels.depth_dispatch import left_to_compiler, triton_obstacle, use_triton
 from depthmix.kernels.depth_value_mix_op import depth_value_mix
@@ -30,6 +31,81 @@ from .transformers_versions import accepts_both_cache_names, cache_update_keywor
 def has_bias(config: PreTrainedConfig, said: bool | str) -> bool:
     """What a backbone's record says of a bias: the answer, or the name of the configuration field that has it."""
     return bool(getattr(config, said)) if isinstance(said, str) else said
+
+
+class DepthRotaryEmbedding(nn.Module):
+    """
+    Cosines and sines of the rotation, from one table of frequencies for all layers or from one for each kind of layer,
+    with the stock names. The kinds of scaling are those of the host library, which also updates the tables of some.
+    """
+
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__()
+        self.config = config
+        self.max_seq_len_cached = self.original_max_seq_len = config.max_position_embeddings
+        self.in_fp32 = config.depth_backbone.rotary_in_fp32
+        self.kinds: tuple[str | None, ...] = (None,)
+        self.rope_type: str | dict[str | None, str]
+        parameters = config.rope_parameters
+        if config.depth_backbone.rotary == "by_layer_type":
+            self.kinds = tuple(sorted(set(config.layer_types)))
+            self.rope_type = {kind: parameters[kind]["rope_type"] for kind in self.kinds}
+        else:
+            self.rope_type = parameters["rope_type"]
+        for kind in self.kinds:
+            frequencies, scaling = self.frequencies(kind)
+            self.register_buffer(table_name(kind, "inv_freq"), frequencies, persistent=False)
+            self.register_buffer(table_name(kind, "original_inv_freq"), frequencies.clone(), persistent=False)
+            setattr(self, table_name(kind, "attention_scaling"), scaling)
+
+    def frequencies(self, kind: str | None) -> tuple[torch.Tensor, float]:
+        """The frequencies `[d / 2]` of a kind of layer, fp32, and the factor of its cosines and sines."""
+        rope_type = self.rope_type if isinstance(self.rope_type, str) else self.rope_type[kind]
+        keywords = {} if kind is None else {"layer_type": kind}
+        if rope_type == "default":
+            return self.compute_default_rope_parameters(self.config, **keywords)
+        return ROPE_INIT_FUNCTIONS[rope_type](self.config, **keywords)
+
+    # under the name by which the host library finds it
+    @staticmethod
+    def compute_default_rope_parameters(
+        config: PreTrainedConfig, layer_type: str | None = None, **kwargs
+    ) -> tuple[torch.Tensor, float]:
+        """The frequencies `[d / 2]` without scaling, fp32, and 1."""
+        parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return 1.0 / (parameters["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float) / size)), 1.0
+
+    def scaling(self, kind: str | None) -> float:
+        """The factor of the cosines and sines of a kind of layer, at this time."""
+        return getattr(self, table_name(kind, "attention_scaling"))
+
+    def reset(self) -> None:
+        """Computes the tables again, as after loading, which does not fill them."""
+        for kind in self.kinds:
+            frequencies, _ = self.frequencies(kind)
+            init.copy_(getattr(self, table_name(kind, "inv_freq")), frequencies)
+            init.copy_(getattr(self, table_name(kind, "original_inv_freq")), frequencies)
+
+    @dynamic_rope_update
+    def forward(
+        self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Cosines and sines `[B or 1, T, d]` at the positions `[B or 1, T]`, for a kind of layer where tables differ;
+        they are in the dtype of `x`, or in fp32 where the backbone keeps that.
+        """
+        frequencies = getattr(self, table_name(layer_type, "inv_freq"))
+        scaling = self.scaling(layer_type)
+        angles = position_ids[..., None].float() * frequencies.to(device=x.device, dtype=torch.float)
+        angles = torch.cat((angles, angles), dim=-1)
+        cos, sin = angles.cos() * scaling, angles.sin() * scaling
+        return (cos, sin) if self.in_fp32 else (cos.to(x.dtype), sin.to(x.dtype))
+
+
+def table_name(kind: str | None, name: str) -> str:
+    """The stock name of what the rotation has for a kind of layer, or for all."""
+    return name if kind is None else f"{kind}_{name}"
 
 
 def rotate(
@@ -45,6 +121,49 @@ def rotate(
         return (rotated + torch.cat((-second, first), dim=-1) * sin).to(states.dtype)
 
     return turn(query), turn(key)
+
+
+def repeat_heads(heads: torch.Tensor, groups: int) -> torch.Tensor:
+    """Keys or values `[B, Hkv, S, d]` for each query head of their group, `[B, Hkv * groups, S, d]`."""
+    return heads if groups == 1 else heads[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2)
+
+
+def eager_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Attention in plain PyTorch, which keeps its weights. Arguments and results are those of the host library's
+    attention functions.
+
+    Args:
+        module (`nn.Module`):
+            The attention that calls.
+        query (`torch.Tensor` of shape `[B, Hq, T, d]`), key, value (`torch.Tensor` of shape `[B, Hkv, S, d]`):
+            What asks, and the tokens.
+        attention_mask (`torch.Tensor` of shape `[B or 1, 1 or Hq, T, S]`, *optional*):
+            Added to the scores.
+        scaling (`float`):
+            Factor of the scores.
+        dropout (`float`, *optional*, defaults to 0):
+            Share of the weights that are dropped in training.
+
+    Returns:
+        The output `[B, T, Hq, d]` and the weights `[B, Hq, T, S]`, in the dtype of the query.
+    """
+    groups = query.shape[1] // key.shape[1]
+    scores = torch.matmul(query, repeat_heads(key, groups).transpose(2, 3)) * scaling
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
+    return torch.matmul(weights, repeat_heads(value, groups)).transpose(1, 2).contiguous(), weights
 
 
 class DecoderAttention(nn.Module):
@@ -98,9 +217,11 @@ class DecoderAttention(nn.Module):
         keys, values = self.remember(key, value, past_key_values, kwargs)
         return self.read(query, keys, values, attention_mask, kwargs)
 
-    def project(self, hidden_states: torch.Tensor) -> list[torch.Tensor]:
+    def project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Query `[B, T, Hq * d]`, key and value `[B, T, Hkv * d]` as the linear maps give them."""
-        return apply_linears((self.q_proj, self.k_proj, self.v_proj), hidden_states, self.depth_impl)
+        linears = (self.q_proj, self.k_proj, self.v_proj)
+        query, key, value = apply_linears(linears, hidden_states, self.depth_impl)
+        return query, key, value
 
     def bound(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Sequence[torch.Tensor]:
         """The three projections after the norms and the bounds that apply to all heads together, still flat."""
@@ -182,7 +303,7 @@ class DecoderAttention(nn.Module):
         kwargs: dict,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The output `[B, T, hidden]` and the attention weights (None if not asked for)."""
-        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
         attn_output, attn_weights = attention(
             self,
             query,

@@ -13,7 +13,7 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from transformers.conversion_mapping import (
     register_checkpoint_conversion_mapping,
 )
 from transformers.generation import GenerationMixin
+from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
@@ -37,9 +38,20 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from depthmix.configuration.depth_backbones import Backbone, ConfigurationClasses
 
-from .decoder_layers import DecoderLayer
+from .decoder_layers import DecoderLayer, DepthRotaryEmbedding
 from .lent_weights import DepthRMSNorm, apply_norm
 from .transformers_versions import HOST_CACHE_NAME, accepts_both_cache_names, slice_logits_to_keep
+
+
+# how the operator behind `cross_entropy` writes `reduction="sum"`
+SUM = 2
+
+
+if TYPE_CHECKING:
+    # in every class that is made the stock base class follows, on which these rely
+    Base = PreTrainedModel
+else:
+    Base = object
 
 
 class Ledger:
@@ -87,7 +99,7 @@ class Ledger:
         return outputs
 
 
-class DepthDecoderModel:
+class DepthDecoderModel(Base):
     """
     A base model on any backbone, with the ledger of a method. The forward takes what those of the stock base models
     take, the KV cache under either of its names, and returns a [`DepthModelOutputWithPast`].
@@ -111,7 +123,7 @@ class DepthDecoderModel:
         self.layers = nn.ModuleList(self.layer_class(config, i) for i in range(config.num_hidden_layers))
         self.norm = DepthRMSNorm(config.hidden_size, config.rms_norm_eps, backbone.norms_round_last)
         if backbone.rotary is not None:
-            self.rotary_emb = backbone.stock_class("RotaryEmbedding")(config=config)
+            self.rotary_emb = DepthRotaryEmbedding(config)
         self.gradient_checkpointing = False
         self.num_loops = getattr(config, "num_loops", 1)
         self.add_modules(config)
@@ -135,12 +147,41 @@ class DepthDecoderModel:
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | dict[str, torch.Tensor] | None = None,
-        position_ids: torch.LongTensor | None = None,
+        position_ids: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
         **kwargs,
     ) -> "DepthModelOutputWithPast":
+        """
+        Args:
+            input_ids (`torch.LongTensor` of shape `[B, T]`, *optional*):
+                The tokens. Exactly one of these and `inputs_embeds` has to be given.
+            attention_mask (`torch.Tensor` of shape `[B, S]` or `[B or 1, 1 or Hq, T, S]`, or `dict`, *optional*):
+                Which of all S tokens so far count: 1 for those, 0 for padding. A mask of four dimensions is taken as
+                it is, and a dictionary has one for each kind of layer.
+            position_ids (`torch.LongTensor` of shape `[B or 1, T]`, *optional*):
+                Positions of the tokens; left out, they go on from the cache.
+            past_key_values (`Cache`, *optional*):
+                Keys and values of the tokens so far, which also takes those of this call. `cache` is another name of
+                this argument.
+            inputs_embeds (`torch.Tensor` of shape `[B, T, hidden]`, *optional*):
+                Embeddings in place of the tokens.
+            use_cache (`bool`, *optional*):
+                Whether to return a cache; left out, what the configuration says.
+            kwargs (*optional*):
+                `output_hidden_states`, `output_attentions`, `output_router_logits` and `output_depth_weights` ask for
+                more outputs; `return_dict=False` for a tuple. Others are for the attention function.
+
+        Returns:
+            [`DepthModelOutputWithPast`], whose `last_hidden_state` is `[B, T, hidden]`, in the dtype of the model.
+
+        Raises:
+            `ValueError`: if not exactly one of `input_ids` and `inputs_embeds` is given; for two different caches; if
+                depth weights are asked for that the method does not have; or if a cache that cannot grow is too small
+                for the passes of a looped model.
+            `RuntimeError`: if layers have been replaced, removed or skipped.
+        """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of input_ids or inputs_embeds.")
         self.check_call(kwargs)
@@ -168,7 +209,7 @@ class DepthDecoderModel:
         if passes > 1:
             check_looped_cache(past_key_values, passes * len(layers))
         kwargs |= {"position_ids": position_ids, "use_cache": use_cache, HOST_CACHE_NAME: past_key_values}
-        kinds = getattr(self.config, "layer_types", None)
+        kinds = getattr(self.config, "layer_types", None) or ()
         ledger = self.ledger_class(self, hidden_states, kwargs)
         for step, layer in enumerate(passes * layers):
             i = step % len(layers)
@@ -182,14 +223,11 @@ class DepthDecoderModel:
             outputs = layer(*ledger.read(step), attention_mask=mask, **kwargs)
             ledger.keep(step, outputs if isinstance(outputs, tuple) else (outputs,))
         hidden_states, depth_weights = ledger.close()
-        return DepthModelOutputWithPast(
-            last_hidden_state=hidden_states,
-            depth_weights=depth_weights,
-            **{HOST_CACHE_NAME: past_key_values if use_cache else None},
-        )
+        kept: dict[str, Any] = {HOST_CACHE_NAME: past_key_values if use_cache else None}
+        return DepthModelOutputWithPast(last_hidden_state=hidden_states, depth_weights=depth_weights, **kept)
 
     def embed_positions(
-        self, hidden_states: torch.Tensor, position_ids: torch.LongTensor
+        self, hidden_states: torch.Tensor, position_ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor] | dict[str, tuple[torch.Tensor, torch.Tensor]] | None:
         """Cosines and sines of the rotation, of all layers or by kind of layer; None where nothing rotates."""
         rotary = self.config.depth_backbone.rotary
@@ -281,7 +319,47 @@ def enter_table(table: dict[str, str], model_class: type) -> None:
     table[model_class.__name__] = model_class.__name__
 
 
-class DepthCausalLM:
+def causal_lm_loss(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    vocab_size: int,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: torch.Tensor | None = None,
+    **kwargs,
+) -> torch.Tensor:
+    """
+    The host library's loss of a language model, by the operator itself: other packages put kernels of their own in the
+    place of `torch.nn.functional.cross_entropy`, for the whole process.
+
+    Args:
+        logits (`torch.Tensor` of shape `[B, T, vocab_size]`):
+            What the head returns; computed with in fp32.
+        labels (`torch.Tensor` of shape `[B, T]`):
+            The token at each place, which the logits of the place before it are to predict.
+        num_items_in_batch (`torch.Tensor` or `int`, *optional*):
+            What the sum over tokens is divided by; left out, the number of tokens that count.
+        ignore_index (`int`, *optional*, defaults to -100):
+            The label of tokens that do not count.
+        shift_labels (`torch.Tensor` of shape `[B, T]`, *optional*):
+            The labels in the places of the logits that are to predict them, in place of `labels`.
+
+    Returns:
+        The loss, fp32, a scalar.
+    """
+    if shift_labels is None:
+        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    logits = logits.float().view(-1, vocab_size)
+    targets = shift_labels.reshape(-1).to(logits.device)
+    if num_items_in_batch is None:
+        return torch.ops.aten.cross_entropy_loss(logits, targets, ignore_index=ignore_index)
+    total = torch.ops.aten.cross_entropy_loss(logits, targets, reduction=SUM, ignore_index=ignore_index)
+    if isinstance(num_items_in_batch, torch.Tensor):
+        num_items_in_batch = num_items_in_batch.to(total.device)
+    return total / num_items_in_batch
+
+
+class DepthCausalLM(Base):
     """
     A language-model head on a base model. Its forward takes what those of the stock heads take, the KV cache under
     either of its names, and `output_depth_weights`, and returns a [`DepthCausalLMOutputWithPast`].
@@ -294,6 +372,8 @@ class DepthCausalLM:
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         enter_table(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, cls)
+        # where a model finds its loss by the name of its class
+        LOSS_MAPPING[cls.__name__] = causal_lm_loss
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config)
@@ -308,7 +388,7 @@ class DepthCausalLM:
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
+        position_ids: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.LongTensor | None = None,
@@ -316,8 +396,25 @@ class DepthCausalLM:
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs,
     ) -> DepthCausalLMOutputWithPast:
-        balances = self.load_balancing_loss is not None
-        if balances and kwargs.get("output_router_logits") is None:
+        """
+        Args:
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, kwargs:
+                What the forward of the base model takes. `num_items_in_batch` and other keywords are for the loss.
+            labels (`torch.LongTensor` of shape `[B, T]`, *optional*):
+                The token at each place, as in `input_ids`, or -100 where it does not count. They are shifted here.
+            logits_to_keep (`int` or `torch.Tensor` of whole numbers, *optional*, defaults to 0):
+                For how many of the last tokens, or for which ones, to compute logits; 0 is for all.
+
+        Returns:
+            [`DepthCausalLMOutputWithPast`], whose `logits` are `[B, T or fewer, vocab_size]`, in the dtype of the
+            head. With `labels` there is a `loss`, fp32, which includes the auxiliary loss of experts if router logits
+            are returned.
+
+        Raises:
+            `ValueError`, `RuntimeError`: where the base model does.
+        """
+        load_balancing_loss = type(self).load_balancing_loss
+        if load_balancing_loss is not None and kwargs.get("output_router_logits") is None:
             kwargs["output_router_logits"] = self.config.output_router_logits
         outputs = self.model(
             input_ids=input_ids,
@@ -332,8 +429,8 @@ class DepthCausalLM:
         loss = aux_loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        if balances and kwargs["output_router_logits"]:
-            aux_loss = type(self).load_balancing_loss(
+        if load_balancing_loss is not None and kwargs["output_router_logits"]:
+            aux_loss = load_balancing_loss(
                 outputs.router_logits, self.config.num_experts, self.config.num_experts_per_tok, attention_mask
             )
             if loss is not None:
@@ -350,7 +447,7 @@ class DepthCausalLM:
         )
 
 
-class DepthSequenceClassification(GenericForSequenceClassification):
+class DepthSequenceClassification(GenericForSequenceClassification, Base):
     """
     A classification head on the last token that is not padding. Its outputs have no place for depth weights.
     """
@@ -370,8 +467,21 @@ class DepthSequenceClassification(GenericForSequenceClassification):
         self.post_init()
 
     @accepts_both_cache_names
-    @functools.wraps(GenericForSequenceClassification.forward)
+    @functools.wraps(GenericForSequenceClassification.forward, assigned=())
     def forward(self, *args, output_depth_weights: bool | None = None, **kwargs):
+        """
+        Args:
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, kwargs:
+                What the forward of the base model takes.
+            labels (`torch.Tensor` of shape `[B]`, or `[B, num_labels]` for several labels at once, *optional*):
+                Classes, or numbers to regress, by `config.problem_type`.
+
+        Returns:
+            `SequenceClassifierOutputWithPast`, whose `logits` are `[B, num_labels]`, and with `labels` a `loss`.
+
+        Raises:
+            `ValueError`: if depth weights are asked for, or for a batch of several rows without a padding token.
+        """
         if output_depth_weights is None:
             output_depth_weights = getattr(self.config, "output_depth_weights", False)
         if output_depth_weights:
@@ -381,10 +491,16 @@ class DepthSequenceClassification(GenericForSequenceClassification):
         return super().forward(*args, output_depth_weights=False, **kwargs)
 
 
-class DepthPreTrainedModel:
+class DepthPreTrainedModel(Base):
     """What all models of a method have in common, before the stock base class of the backbone."""
 
     _pp_plan = None
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module):
+        super()._init_weights(module)
+        if isinstance(module, DepthRotaryEmbedding):
+            module.reset()
 
 
 ENDINGS = ("DecoderLayer", "PreTrainedModel", "Model", "ForCausalLM", "ForSequenceClassification")

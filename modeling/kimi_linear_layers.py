@@ -6,6 +6,7 @@ are the stock modules; methods that work inside of a softmax attention do not ta
 
 import functools
 import inspect
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -14,7 +15,13 @@ from transformers.configuration_utils import PreTrainedConfig
 from .transformers_versions import CACHE_NAMES, HOST_CACHE_NAME
 
 
-class KimiLinearSubLayers:
+if TYPE_CHECKING:
+    from .decoder_layers import DecoderLayer as Base
+else:
+    Base = object
+
+
+class KimiLinearSubLayers(Base):
     """How a [`DecoderLayer`] makes and calls the sub-layers of Kimi Linear: a mixin that precedes a method's layer."""
 
     def make_sub_layers(self, config: PreTrainedConfig) -> tuple[nn.Module, nn.Module]:
@@ -27,7 +34,8 @@ class KimiLinearSubLayers:
     def attend_normalised(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
         for name in CACHE_NAMES:
             if name in kwargs:
-                kwargs[cache_name_of(type(self.self_attn))] = kwargs.pop(name)
+                # mypy takes the `__hash__` of instances for that of their class
+                kwargs[cache_name_of(type(self.self_attn))] = kwargs.pop(name)  # type: ignore[arg-type]
         if not self.is_recurrent:
             return super().attend_normalised(hidden_states, **kwargs)
         # it hands keywords on to its kernels, so it gets no more than the stock layer gives

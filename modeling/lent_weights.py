@@ -8,6 +8,7 @@ its weights.
 """
 
 from collections.abc import Sequence
+from typing import TypeGuard, TypeVar
 
 import torch
 from torch import nn
@@ -21,6 +22,9 @@ from depthmix.kernels.depth_dispatch import (
 )
 from depthmix.kernels.depth_precision import autocast_dtype
 from depthmix.kernels.shared_input_linear_op import shared_input_linear
+
+
+M = TypeVar("M", bound=nn.Module)
 
 
 class DepthRMSNorm(nn.Module):
@@ -38,6 +42,7 @@ class DepthRMSNorm(nn.Module):
         self.rounds_last = rounds_last
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Hidden states `[..., size]`, normalised, in their dtype unless the weight has a wider one."""
         normalised = hidden_states.to(torch.float32)
         variance = normalised.pow(2).mean(-1, keepdim=True)
         normalised = normalised * torch.rsqrt(variance + self.variance_epsilon)
@@ -60,6 +65,7 @@ class DepthMLP(nn.Module):
         self.act_fn = activation
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The update `[B, T, hidden]` by hidden states of this shape."""
         return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
 
 
@@ -101,7 +107,7 @@ def has_local_weight(module: nn.Module) -> bool:
     return type(module.weight) in (*PLAIN_TENSORS, FakeTensor)
 
 
-def runs_plainly(norm: nn.Module) -> bool:
+def runs_plainly(norm: nn.Module) -> TypeGuard[DepthRMSNorm]:
     """
     Whether calling this RMS norm is nothing but its class's forward with a local weight. If so a fused operation may
     take the weight and do its work; hooks, adapters, sharding, quantization and replaced forwards must be called.
@@ -154,13 +160,13 @@ def apply_mlp(
     mlp: nn.Module, hidden_states: torch.Tensor, impl: str, beside: Sequence[nn.Module] = ()
 ) -> tuple[torch.Tensor, ...]:
     """The gated network's output `[B, T, hidden]`, and linear maps of its input, which are computed beside its own."""
-    if in_compiled_decoding(hidden_states) and calls_its_forward(mlp, DepthMLP):
+    if in_compiled_decoding(hidden_states) and isinstance(mlp, DepthMLP) and calls_its_forward(mlp, DepthMLP):
         gate, up, *others = apply_linears((mlp.gate_proj, mlp.up_proj, *beside), hidden_states, impl)
         return *apply_linears((mlp.down_proj,), mlp.act_fn(gate) * up, impl), *others
     return mlp(hidden_states), *apply_linears(beside, hidden_states, impl)
 
 
-def is_bare(module: nn.Module, module_class: type[nn.Module], *parameters: str) -> bool:
+def is_bare(module: nn.Module, module_class: type[M], *parameters: str) -> TypeGuard[M]:
     """
     Whether reading these parameters of a module, all it has, is as good as calling it. It is not where something has
     wrapped it (adapters, checkpointing), changed its class (FSDP2) or its forward (offloading), or partitioned its

@@ -12,6 +12,7 @@ layer, wrapped by an adapter, about to be recomputed), each layer does the same 
 """
 
 from collections.abc import Sequence
+from typing import ClassVar, TypeGuard
 
 import torch
 from torch import nn
@@ -38,11 +39,14 @@ class AttnResKeyNorm(MixingModule):
         self.weight = nn.Parameter(torch.ones(hidden_size))
 
     def forward(self) -> torch.Tensor:
+        """The gain, `[hidden]`."""
         return self.weight
 
 
 class AttnResMixer(MixingModule):
     """The mix of sources that one sub-layer, or the final norm, reads."""
+
+    recency_bias: nn.Parameter | None
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__()
@@ -103,6 +107,7 @@ class AttnResMixer(MixingModule):
                 **options,
             )
         else:
+            assert partial is not None
             # the embedding, mixed with nothing; its parameters get a gradient of zero, without which DDP would wait
             mixed = attn_res(
                 [partial], query, gain, bias=self.recency_bias, output_norm_weight=output_norm_weight, **options
@@ -116,7 +121,7 @@ class AttnResMixer(MixingModule):
         return partial, mixed, weights
 
 
-def is_bare_mixer(mixer: nn.Module) -> bool:
+def is_bare_mixer(mixer: nn.Module) -> TypeGuard[AttnResMixer]:
     return (
         is_bare(mixer, AttnResMixer, "pseudo_query", "recency_bias")
         and is_bare(mixer.norm, AttnResKeyNorm, "weight")
@@ -125,7 +130,7 @@ def is_bare_mixer(mixer: nn.Module) -> bool:
 
 
 def mix_for_all(
-    mixers: Sequence[nn.Module], sources: Sequence[torch.Tensor]
+    mixers: Sequence[AttnResMixer], sources: Sequence[torch.Tensor]
 ) -> tuple[tuple[tuple[torch.Tensor, torch.Tensor], ...], Sequence[torch.Tensor]]:
     """
     Phase 1 for several mixers in one read of the sources, nothing if one of the mixers has to be called for it; and
@@ -189,13 +194,30 @@ class AttnResLayer(DecoderLayer):
         past_key_values: Cache | None = None,
         output_depth_weights: bool = False,
         **kwargs,
-    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    ) -> torch.Tensor | tuple[torch.Tensor | None, ...] | None:
+        """
+        Args:
+            hidden_states (`torch.Tensor` of shape `[B, T, hidden]`):
+                What the layer before returned.
+            depth_tensors (`torch.Tensor`):
+                The finished sources, each `[B, T, hidden]`, then for each mixer, where the model has mixed them, the
+                mix `[B, T, hidden]` and its log-sum-exp `[B, T]`.
+            output_depth_weights (`bool`, *optional*, defaults to `False`):
+                Whether to return the weights of the two mixes.
+            past_key_values, kwargs:
+                The keywords of the attention, with the KV cache under either of its names.
+
+        Returns:
+            The running sum `[B, T, hidden]`; then the sources that ended, `[B, T, hidden]`; then the weights, fp32,
+            `[B, T, number of sources]`. A tensor if it is one only.
+        """
         sources, phase_1 = depth_tensors[: self.num_sources], depth_tensors[self.num_sources :]
         if sources and not phase_1 and not self.ends_block_before_attention:
             results, _ = mix_for_all((self.attn_mixer, self.mlp_mixer), sources)
             phase_1 = sum(results, ())
         for_attention = 2 if sources else 0
 
+        partial: torch.Tensor | None
         partial, mixed, attn_depth_weights = mix_and_norm(
             self.attn_mixer,
             self.norm_at(0),
@@ -206,13 +228,13 @@ class AttnResLayer(DecoderLayer):
             output_depth_weights,
         )
         update = self.attend_normalised(mixed, past_key_values=past_key_values, **kwargs)
-        ended = ()
+        ended: tuple[torch.Tensor, ...] = ()
         if self.ends_block_before_attention:
             # FSDP2, which warns of modules that return views, makes one of what goes in
             is_view = not torch.compiler.is_compiling() and hidden_states._is_view()
             ended = (hidden_states.clone() if is_view else hidden_states,)
             # a block's sum starts in the dtype of the stream, which under autocast is not that of the update
-            sources, partial, update = (*sources, partial), None, update.to(partial.dtype)
+            sources, update, partial = (*sources, partial), update.to(partial.dtype), None
         # what leaves the layer is the sum itself, not a view of it
         started = update if partial is None else None
         partial, mixed, mlp_depth_weights = mix_and_norm(
@@ -225,6 +247,7 @@ class AttnResLayer(DecoderLayer):
             output_depth_weights,
         )
         update = self.feed_forward_normalised(mixed)
+        outputs: tuple[torch.Tensor | None, ...]
         if self.ends_block_before_mlp:
             outputs = update.to(partial.dtype), *ended, partial if started is None else started
         else:
@@ -238,6 +261,7 @@ class AttnResLedger(Ledger):
     """The finished sources, what phase 1 has made of them for the sites to come, and the depth weights."""
 
     needs_every_layer = True
+    model: "AttnResDecoder"
 
     def __init__(self, model, embeddings, kwargs):
         super().__init__(model, embeddings, kwargs)
@@ -261,8 +285,8 @@ class AttnResLedger(Ledger):
             results, self.finished = self.mix_for_block((*self.sources, self.hidden_states))
             self.phase_1 |= results
         self.is_mixed = mlp in self.phase_1
-        results = [self.phase_1.pop(site, ()) for site in ((attention, mlp) if self.sources else (mlp,))]
-        mixed = (tensor for result in results if all(results) for tensor in result)
+        own_results = [self.phase_1.pop(site, ()) for site in ((attention, mlp) if self.sources else (mlp,))]
+        mixed = (tensor for result in own_results if all(own_results) for tensor in result)
         return self.hidden_states, *self.sources, *mixed
 
     def keep(self, step: int, outputs: tuple[torch.Tensor, ...]) -> None:
@@ -287,7 +311,7 @@ class AttnResLedger(Ledger):
             self.phase_1.get(2 * len(self.model.layers), ()),
             self.output_depth_weights,
         )
-        return hidden_states, (*self.depth_weights, weights) if self.output_depth_weights else None
+        return hidden_states, None if weights is None else (*self.depth_weights, weights)
 
     def mix_for_block(
         self, sources: Sequence[torch.Tensor]
@@ -315,6 +339,8 @@ class AttnResLedger(Ledger):
 
 
 class AttnResStart(DepthPreTrainedModel):
+    """How mixers start: queries at zero, gains at one, biases as the configuration says."""
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)
@@ -332,6 +358,7 @@ class AttnResDecoder(DepthDecoderModel):
     and normalised.
     """
     ledger_class = AttnResLedger
+    layer_class: ClassVar[type[AttnResLayer]]
 
     def add_modules(self, config: PreTrainedConfig) -> None:
         self.output_mixer = AttnResMixer(config)

@@ -37,6 +37,7 @@ class DepthAverage(MixingModule):
         return (torch.arange(num_sources) == num_sources - 1).float()
 
     def forward(self, *sources: torch.Tensor) -> torch.Tensor:
+        """The weighted sum `[B, T, hidden]` of the sources, each of this shape, in their dtype."""
         return depth_average(sources, self.weight, impl=self.impl)
 
 
@@ -57,6 +58,18 @@ class DenseFormerLayer(DecoderLayer):
     def forward(
         self, hidden_states: torch.Tensor, *sources: torch.Tensor, past_key_values: Cache | None = None, **kwargs
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """
+        Args:
+            hidden_states (`torch.Tensor` of shape `[B, T, hidden]`):
+                What the layer before returned.
+            sources (`torch.Tensor` of shape `[B, T, hidden]`):
+                What the average reads besides the layer's own output, oldest first.
+            past_key_values, kwargs:
+                The keywords of the attention, with the KV cache under either of its names.
+
+        Returns:
+            The average, or without one the layer's output, `[B, T, hidden]`; then its output, if it is read later.
+        """
         hidden_states = hidden_states + self.attend(hidden_states, past_key_values=past_key_values, **kwargs)
         hidden_states = hidden_states + self.feed_forward(hidden_states)
         if self.depth_average is None:
@@ -69,6 +82,7 @@ class DenseFormerLedger(Ledger):
     """The embedding (0) and the outputs of the layers (i of the i-th), each as long as a later layer reads it."""
 
     needs_every_layer = True
+    model: "DenseFormerDecoder"
 
     def __init__(self, model, embeddings, kwargs):
         super().__init__(model, embeddings, kwargs)
@@ -85,6 +99,8 @@ class DenseFormerLedger(Ledger):
 
 
 class DenseFormerStart(DepthPreTrainedModel):
+    """How averages start: as their last source alone."""
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)

@@ -99,6 +99,18 @@ class DepthAttentionLayer(DecoderLayer):
         past_key_values: Cache | None = None,
         **kwargs,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """
+        Args:
+            hidden_states (`torch.Tensor` of shape `[B, T, hidden]`):
+                What the layer before returned.
+            sources (`torch.Tensor` of shape `[B, Hkv, T, d]`):
+                Key and value of each source layer in turn.
+            past_key_values, kwargs:
+                The keywords of the attention, with the KV cache under either of its names.
+
+        Returns:
+            The hidden states `[B, T, hidden]`, and in a source layer its key and mixed value, `[B, Hkv, T, d]`.
+        """
         update, _, _, *key_and_value = self.self_attn(
             hidden_states=self.normalise(0, hidden_states),
             past_key_values=past_key_values,
@@ -113,6 +125,8 @@ class DepthAttentionLayer(DecoderLayer):
 
 class DepthAttentionLedger(Ledger):
     """The keys and values of source layers, each until its last reader has run."""
+
+    model: "DepthAttentionDecoder"
 
     def __init__(self, model, embeddings, kwargs):
         super().__init__(model, embeddings, kwargs)

@@ -127,6 +127,7 @@ class MHCReadout(MixingModule):
         init.copy_(self.logits, start_shares(self.logits.numel())[0].log())
 
     def forward(self, streams: torch.Tensor) -> torch.Tensor:
+        """The average `[B, T, hidden]` of streams `[B, T, streams, hidden]`, in their dtype."""
         return stream_readout(streams, self.logits)
 
 
@@ -140,6 +141,16 @@ class MHCLayer(DecoderLayer):
 
     @accepts_both_cache_names
     def forward(self, hidden_states: torch.Tensor, past_key_values: Cache | None = None, **kwargs) -> torch.Tensor:
+        """
+        Args:
+            hidden_states (`torch.Tensor` of shape `[B, T, streams, hidden]`):
+                The residual streams.
+            past_key_values, kwargs:
+                The keywords of the attention, with the KV cache under either of its names.
+
+        Returns:
+            The residual streams, `[B, T, streams, hidden]`.
+        """
         mixed, residual, post, hidden_states = self.attn_connection(hidden_states)
         update = self.attend(mixed, past_key_values=past_key_values, **kwargs)
         hidden_states = hyper_connection_write(hidden_states, update, residual, post, impl=self.depth_impl)
@@ -151,15 +162,19 @@ class MHCLayer(DecoderLayer):
 class MHCLedger(Ledger):
     """The residual streams in place of the hidden states."""
 
+    model: "MHCDecoder"
+
     def __init__(self, model, embeddings, kwargs):
         super().__init__(model, embeddings.unsqueeze(-2).expand(-1, -1, model.num_streams, -1), kwargs)
 
-    def close(self) -> tuple[torch.Tensor, None]:
+    def close(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
         self.hidden_states = self.model.stream_readout(self.hidden_states)
         return super().close()
 
 
 class MHCStart(DepthPreTrainedModel):
+    """How connections and the readout start: see [`start_shares`]."""
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)

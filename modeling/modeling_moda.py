@@ -15,19 +15,19 @@ without rotation reads keys without rotation.
 """
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.models.olmo2.modeling_olmo2 import repeat_kv
 
 from depthmix.configuration.configuration_moda import CONFIGURATIONS
 from depthmix.kernels.depth_dispatch import check_implementation, left_to_compiler, triton_obstacle, use_triton
 from depthmix.kernels.moda_stream import DepthStream, moda_attention_over_stream
 from depthmix.kernels.norm_rotary_mix_op import norm_rotary_mix
 
-from .decoder_layers import DecoderAttention, DecoderLayer, rotate
+from .decoder_layers import DecoderAttention, DecoderLayer, repeat_heads, rotate
 from .depth_decoder import DepthDecoderModel, DepthPreTrainedModel, Ledger, ModelClasses
 from .lent_weights import apply_mlp, apply_norm, runs_plainly
 from .transformers_versions import accepts_both_cache_names
@@ -65,16 +65,16 @@ def eager_moda_attention(
         The output `[B, Hq, T, d]` and the weights `[B, Hq, T, S + n]`: tokens, then slots.
     """
     tokens, groups = key.shape[2], query.shape[1] // key.shape[1]
-    scores = torch.matmul(query, repeat_kv(key, groups).transpose(2, 3)) * scaling
+    scores = torch.matmul(query, repeat_heads(key, groups).transpose(2, 3)) * scaling
     if attention_mask is not None:
         scores = scores + attention_mask
     grouped = depth_query.unflatten(1, (-1, groups))
     depth_scores = [torch.einsum("bkgtd,btkd->bkgt", grouped, slot).flatten(1, 2) for slot in depth_keys]
     scores = torch.cat([scores, torch.stack(depth_scores, dim=-1) * scaling], dim=-1)
     weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    output = torch.matmul(weights[..., :tokens], repeat_kv(value, groups))
+    output = torch.matmul(weights[..., :tokens], repeat_heads(value, groups))
     for j, slot in enumerate(depth_values):
-        output = output + weights[..., tokens + j, None] * repeat_kv(slot.transpose(1, 2), groups)
+        output = output + weights[..., tokens + j, None] * repeat_heads(slot.transpose(1, 2), groups)
     return output, weights
 
 
@@ -229,6 +229,7 @@ class MoDALayer(DecoderLayer):
     """
 
     attention_class = MoDAAttention
+    self_attn: MoDAAttention
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -260,6 +261,18 @@ class MoDALayer(DecoderLayer):
         past_key_values: Cache | None = None,
         **kwargs,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """
+        Args:
+            hidden_states (`torch.Tensor` of shape `[B, T, hidden]`):
+                What the layer before returned.
+            handle (`torch.Tensor`):
+                The handle of the depth stream.
+            past_key_values, kwargs:
+                The keywords of the attention, with the KV cache under either of its names.
+
+        Returns:
+            The hidden states `[B, T, hidden]`, then key and value of each slot that the layer makes.
+        """
         attn_input = self.normalise(0, hidden_states)
         update, _, *slots = self.self_attn(
             hidden_states=attn_input, past_key_values=past_key_values, handle=handle, **kwargs
@@ -286,6 +299,8 @@ def unsupported_attention(implementation: str | None) -> ValueError:
 
 class MoDALedger(Ledger):
     """The depth stream of a call: all slots so far, and the handle that their readers need."""
+
+    model: "MoDADecoder"
 
     def __init__(self, model, embeddings, kwargs):
         super().__init__(model, embeddings, kwargs)
@@ -344,7 +359,8 @@ class MoDADecoder(DepthDecoderModel):
     def add_modules(self, config: PreTrainedConfig) -> None:
         self.slots_per_layer = config.depth_slots_per_layer
         self.num_slots = config.depth_slots[-1][1]
-        self.slot_size, self.slot_heads = self.layers[0].self_attn.slot_size, config.num_key_value_heads
+        self.slot_size = cast(MoDALayer, self.layers[0]).self_attn.slot_size
+        self.slot_heads = config.num_key_value_heads
 
     def check_call(self, kwargs: dict) -> None:
         super().check_call(kwargs)
@@ -353,9 +369,8 @@ class MoDADecoder(DepthDecoderModel):
 
     def rotary_scaling(self, layer_idx: int) -> float:
         """What the rotation of a layer multiplies queries and keys by."""
-        if self.config.depth_backbone.rotary == "by_layer_type":
-            return getattr(self.rotary_emb, f"{self.config.layer_types[layer_idx]}_attention_scaling")
-        return self.rotary_emb.attention_scaling
+        by_kind = self.config.depth_backbone.rotary == "by_layer_type"
+        return self.rotary_emb.scaling(self.config.layer_types[layer_idx] if by_kind else None)
 
     def as_slot(self, flat: torch.Tensor) -> torch.Tensor:
         """`[B, T, Hkv, d]` from what a layer returns."""

@@ -35,6 +35,7 @@ class ValueMix(MixingModule):
         )
 
     def forward(self, first_value: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """The weighted sum of the two values, each `[B, T, Hkv * d]`, in their dtype."""
         return depth_average((first_value, value), self.weight, impl=self.impl)
 
 
@@ -82,6 +83,18 @@ class ValueResidualLayer(DecoderLayer):
         past_key_values: Cache | None = None,
         **kwargs,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """
+        Args:
+            hidden_states (`torch.Tensor` of shape `[B, T, hidden]`):
+                What the layer before returned.
+            first_value (`torch.Tensor` of shape `[B, T, Hkv * d]`, *optional*):
+                The first layer's value, in all other layers.
+            past_key_values, kwargs:
+                The keywords of the attention, with the KV cache under either of its names.
+
+        Returns:
+            The hidden states `[B, T, hidden]`, and in the first layer its value `[B, T, Hkv * d]`.
+        """
         update, _, *value = self.self_attn(
             hidden_states=self.normalise(0, hidden_states),
             past_key_values=past_key_values,
@@ -106,6 +119,8 @@ class ValueResidualLedger(Ledger):
 
 
 class ValueResidualStart(DepthPreTrainedModel):
+    """How the weights of values start: as the configuration says."""
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)

@@ -54,7 +54,7 @@ def accepts_both_cache_names(forward: Callable) -> Callable:
     def shown(*args, **kwargs):
         return forward(*args, **kwargs)
 
-    shown.__signature__ = signature.replace(
+    vars(shown)["__signature__"] = signature.replace(
         parameters=[
             parameter.replace(name=HOST_CACHE_NAME) if name == own_name else parameter
             for name, parameter in signature.parameters.items()

@@ -94,7 +94,7 @@ def over_rates(systems: Iterable[str], shape: str, recipe: Recipe, seed: int = 0
 
 
 def rates_of(shape: str) -> tuple[float, ...]:
-    """Of other depths, those of the same number of parameters."""
+    """Learning rates to try; those for other depths are those for the same number of parameters."""
     return RATES[shape if shape in RATES else shape.split("-")[0]]
 
 

@@ -25,7 +25,7 @@ def recipe_of(row: Row) -> tuple:
 
 def table(rows: list[Row]) -> Iterator[str]:
     """
-    Of rows with the same settings, a line of Markdown for each system: its losses of seed 0 by rate, and at the best
+    A line of Markdown for each system, from rows with the same settings: its losses of seed 0 by rate, and at the best
     rate bits per byte, milliseconds of a step, and the paired difference from its control at the control's best.
     """
     first = rows[0]

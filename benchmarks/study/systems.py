@@ -81,7 +81,7 @@ def _strided(stride: Callable[[Shape], int], **others) -> System:
 
 
 def _sources(shape: Shape) -> list[tuple[int, ...]]:
-    """Of Depth-Attention with a stride of half the layers."""
+    """What each layer reads in Depth-Attention with a stride of half the layers."""
     stride = max(1, shape.layers // 2)
     return [tuple(range(0, layer, stride)) for layer in range(shape.layers)]
 

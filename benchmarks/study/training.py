@@ -70,7 +70,7 @@ class Recipe:
         return max(1, round(self.tokens / (self.batch * self.length)))
 
     def rate_at(self, step: int) -> float:
-        """Of the step with this index, of which the first is 0."""
+        """The learning rate of the step with this index, of which the first is 0."""
         rising = max(1, round(self.warm_up * self.steps))
         if step < rising:
             return self.rate * (step + 1) / rising

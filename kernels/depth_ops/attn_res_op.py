@@ -2,6 +2,7 @@
 """Attention Residuals: public operations."""
 
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -93,8 +94,13 @@ def attn_res(
         return sources[0]
     if way is not Route.KERNEL:
         return attn_res_reference(
-            *(sources, pseudo_query, norm_weight),
-            **{"eps": eps, "bias": bias, "scale": scale, "output_norm_weight": output_norm_weight},
+            sources,
+            pseudo_query,
+            norm_weight,
+            eps=eps,
+            bias=bias,
+            scale=scale,
+            output_norm_weight=output_norm_weight,
         )
     *finished, last = _with_one_dtype(sources)
     factor = len(sources) if scale == "sum" else 1
@@ -253,9 +259,11 @@ def attn_res_phase_2(
         >>> mixed.allclose(attn_res([*blocks, partial], query, eps=1e-6), atol=1e-5)
         True
     """
-    if partial is None and update is None:
-        raise ValueError("partial and update are both None: there must be a sum to mix.")
     named = {"output": output, "partial": partial, "update": update}
+    if partial is None:
+        if update is None:
+            raise ValueError("partial and update are both None: there must be a sum to mix.")
+        partial, update = update, None
     _check_shapes({name: tensor for name, tensor in named.items() if tensor is not None})
     if log_sum_exp.shape != output.shape[:-1]:
         raise ValueError(
@@ -267,8 +275,6 @@ def attn_res_phase_2(
     if sources is not None:
         _check_shapes({"output": output} | {f"sources[{i}]": source for i, source in enumerate(sources)})
     factor = num_sources if scale == "sum" else 1
-    if partial is None:
-        partial, update = update, None
     parameters = (pseudo_query, norm_weight, bias, output_norm_weight)
     obstacle = attn_res_obstacle(output, partial, update, log_sum_exp, *parameters)
     if route(impl, "attn_res_phase_2", obstacle, output) is Route.KERNEL:
@@ -276,8 +282,15 @@ def attn_res_phase_2(
     if update is not None:
         partial = partial + update
     mixed = attn_res_phase_2_reference(
-        *(output, log_sum_exp, partial, pseudo_query, norm_weight),
-        **{"eps": eps, "bias": bias, "factor": factor, "output_norm_weight": output_norm_weight},
+        output,
+        log_sum_exp,
+        partial,
+        pseudo_query,
+        norm_weight,
+        eps=eps,
+        bias=bias,
+        factor=factor,
+        output_norm_weight=output_norm_weight,
     )
     return partial, mixed
 
@@ -299,12 +312,13 @@ def _phase_1_in_groups(
         groups.append(mixes)
         handed_on += group
     if len(groups) == 1:
-        return *groups[0], handed_on
+        outputs, log_sum_exps = groups[0]
+        return outputs, log_sum_exps, handed_on
     outputs, log_sum_exps = [], []
     for site in range(sites):
         logits = torch.stack([group[1][site] for group in groups], dim=-1)
         weights = logits.softmax(-1)
-        output = sum(weights[..., i : i + 1] * group[0][site] for i, group in enumerate(groups))
+        output = reduce(torch.add, (weights[..., i : i + 1] * group[0][site] for i, group in enumerate(groups)))
         outputs.append(output.to(sources[0].dtype))
         log_sum_exps.append(logits.logsumexp(-1))
     return outputs, log_sum_exps, handed_on

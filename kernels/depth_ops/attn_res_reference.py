@@ -6,6 +6,7 @@ Legend: X any leading dimensions, D hidden size, N sources (the running sum of a
 """
 
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -66,7 +67,8 @@ def attn_res_reference(
 ) -> Tensor:
     """The sources averaged with these weights, `[X, D]`. See `attn_res`."""
     weights_XN = attn_res_weights_reference(sources, pseudo_query, norm_weight, eps=eps, bias=bias)
-    mixed_XD = sum(weights_XN[..., i : i + 1] * source_XD.to(weights_XN.dtype) for i, source_XD in enumerate(sources))
+    weighted = (weights_XN[..., i : i + 1] * source_XD.to(weights_XN.dtype) for i, source_XD in enumerate(sources))
+    mixed_XD = reduce(torch.add, weighted)
     factor = len(sources) if scale == "sum" else 1
     return _finish(mixed_XD, factor, output_norm_weight, eps, mix_dtype(*sources))
 
@@ -80,7 +82,8 @@ def attn_res_phase_1_reference(
         gain_D = None if norm_weights is None else norm_weights[site]
         logits_XN = _logits(sources, query_D, gain_D, eps=eps, bias=None)
         weights_XN = logits_XN.softmax(-1)
-        output_XD = sum(weights_XN[..., i : i + 1] * source_XD for i, source_XD in enumerate(sources))
+        weighted = (weights_XN[..., i : i + 1] * source_XD for i, source_XD in enumerate(sources))
+        output_XD = reduce(torch.add, weighted)
         outputs.append(output_XD.to(mix_dtype(*sources)))
         log_sum_exps.append(logits_XN.logsumexp(-1))
     return outputs, log_sum_exps

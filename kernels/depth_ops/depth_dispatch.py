@@ -103,14 +103,14 @@ def triton_obstacle(tensors: Iterable[Tensor | None]) -> str | None:
     """
     if triton is None:
         return "needs the package triton, which is not installed"
-    tensors = [tensor for tensor in tensors if tensor is not None]
-    if (obstacle := plain_tensor_obstacle(tensors)) is not None:
+    given = [tensor for tensor in tensors if tensor is not None]
+    if (obstacle := plain_tensor_obstacle(given)) is not None:
         return obstacle
-    for tensor in tensors:
+    for tensor in given:
         if tensor.dtype not in KERNEL_DTYPES:
             return f"supports {', '.join(map(str, KERNEL_DTYPES))}, not {tensor.dtype}"
     # By now all tensors are known to be on one device.
-    device = tensors[0].device
+    device = given[0].device
     if device.type != "cuda" and not INTERPRETED:
         return f"needs a GPU, and the tensors are on {device}"
     return None
@@ -118,14 +118,14 @@ def triton_obstacle(tensors: Iterable[Tensor | None]) -> str | None:
 
 def plain_tensor_obstacle(tensors: Iterable[Tensor | None]) -> str | None:
     """Why no operation with a backward of its own can work on these tensors, whether kernels run in it or not."""
-    tensors = [tensor for tensor in tensors if tensor is not None]
+    given = [tensor for tensor in tensors if tensor is not None]
     if not torch.compiler.is_compiling():
         if is_transformed():
             return "does not work under transforms of torch.func or forward-mode differentiation"
-        for tensor in tensors:
+        for tensor in given:
             if type(tensor) not in PLAIN_TENSORS and is_traceable_wrapper_subclass(tensor):
                 return f"works on plain tensors, not on {type(tensor).__name__}"
-    if len(devices := {tensor.device for tensor in tensors}) > 1:
+    if len(devices := {tensor.device for tensor in given}) > 1:
         return f"needs all tensors on one device, not on {', '.join(sorted(map(str, devices)))}"
     return None
 

@@ -6,6 +6,7 @@ Legend: B batch, H query heads, K key-value heads, G = H / K, T tokens, D head d
 """
 
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -28,7 +29,8 @@ def depth_value_mix_reference(
     """Values averaged over depth with these weights, `[B, K, T, D]`. See `depth_value_mix`."""
     weights_BKTN = depth_value_weights_reference(query, keys, scaling=scaling)
     # These are slices, since Inductor (torch 2.11, CUDA) compiles the backward of unbind to wrong gradients.
-    mixed_BKTD = sum(
+    weighted = (
         weights_BKTN[..., entry : entry + 1] * value.to(weights_BKTN.dtype) for entry, value in enumerate(values)
     )
+    mixed_BKTD = reduce(torch.add, weighted)
     return mixed_BKTD.to(values[-1].dtype)

@@ -3,6 +3,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from .hyper_connection_reference import (
     stream_readout_reference,
 )
 from .hyper_connection_triton import hyper_connection_obstacle, run_hyper_connection_read, run_hyper_connection_write
+
+
+Result = TypeVar("Result")
 
 
 def hyper_connection_read(
@@ -165,7 +169,7 @@ def _check_shapes(expected: dict[str, tuple[Tensor, tuple[int, ...]]], num_strea
             )
 
 
-def _recomputed(function: Callable, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
+def _recomputed(function: Callable[..., Result], *tensors: Tensor) -> Result:
     """
     The function, of which the backward keeps the arguments only: its fp32 forms of the streams are several times as
     large as all else that a layer keeps. A compiler decides this by itself, and transforms know no recomputation.

@@ -40,7 +40,7 @@ def moda_attention_forward(
         return decode_forward(query, key, value, keys, values, depth_query, attention_mask, scaling, is_causal)
     with without_autocast(query):
         output, log_sum_exp = sequence_attention_forward(query, key, value, attention_mask, scaling, is_causal)
-        if keys is None:
+        if keys is None or values is None:
             return [in_token_order(output), log_sum_exp.contiguous()]
         merge = depth_merge_forward if implementation == "triton" else _depth_merge_forward
         return merge(query if depth_query is None else depth_query, keys, values, output, log_sum_exp, scaling)
@@ -66,17 +66,24 @@ def moda_attention_backward(
     it is given, of the depth query.
     """
     keys, values = _joined(depth_keys), _joined(depth_values)
-    slot_grads = [] if keys is None else [new_like(keys), new_like(values)]
+    slot_grads = [] if keys is None or values is None else [new_like(keys), new_like(values)]
     query_grads = joint_backward(
-        *(output_grad, (query, key, value, keys, values, depth_query, attention_mask), output, log_sum_exp),
-        *(scaling, is_causal, implementation, slot_grads, None if keys is None else keys.shape[0]),
+        output_grad,
+        (query, key, value, keys, values, depth_query, attention_mask),
+        output,
+        log_sum_exp,
+        scaling,
+        is_causal,
+        implementation,
+        slot_grads,
+        None if keys is None else keys.shape[0],
     )
     return [*query_grads[:3], *slot_grads, *query_grads[3:]]
 
 
 def joint_backward(
     output_grad: Tensor,
-    inputs: tuple[Tensor | None, ...],
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None],
     output: Tensor,
     log_sum_exp: Tensor,
     scaling: float,
@@ -95,18 +102,28 @@ def joint_backward(
         query_grad, key_grad, value_grad = map(
             in_token_order,
             sequence_attention_backward(
-                *(output_grad, query, key, value, output, log_sum_exp, attention_mask, scaling, is_causal)
+                output_grad, query, key, value, output, log_sum_exp, attention_mask, scaling, is_causal
             ),
         )
         grads = [query_grad, key_grad, value_grad]
         if depth_query is not None:
             grads.append(torch.zeros_like(query_grad) if keys is None else torch.empty_like(query_grad))
-        if keys is not None:
+        if keys is not None and values is not None and fresh is not None:
+            keys_grad, values_grad = slot_grads
             backward = depth_merge_backward if implementation == "triton" else _depth_merge_backward
             backward(
-                *(output_grad, query if depth_query is None else depth_query, keys, values, output, log_sum_exp),
-                *(scaling, grads[-1] if depth_query is not None else query_grad, depth_query is None),
-                *(*slot_grads, fresh),
+                output_grad,
+                query if depth_query is None else depth_query,
+                keys,
+                values,
+                output,
+                log_sum_exp,
+                scaling,
+                grads[-1] if depth_query is not None else query_grad,
+                depth_query is None,
+                keys_grad,
+                values_grad,
+                fresh,
             )
     return grads
 

@@ -35,7 +35,8 @@ def moda_attention_weights_reference(
         sequence_BHTS = torch.einsum("bkgtd,bksd->bkgts", query_BKGTD, key.to(dtype)).flatten(1, 2)
         depth_BHTN = torch.einsum("bkgtd,nbtkd->bkgtn", depth_query_BKGTD, depth_keys.to(dtype)).flatten(1, 2)
     if attention_mask is None and is_causal:
-        attention_mask = causal_mask(*sequence_BHTS.shape[-2:], query.device)
+        tokens, length = sequence_BHTS.shape[-2:]
+        attention_mask = causal_mask(tokens, length, query.device)
     if attention_mask is not None:
         if attention_mask.dtype is torch.bool:
             sequence_BHTS = sequence_BHTS.masked_fill(~attention_mask, float("-inf"))

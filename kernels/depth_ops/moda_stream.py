@@ -157,8 +157,9 @@ class DepthStream:
         if self.is_shared:
             raise RuntimeError("The slots of this stream are shared by kernels: ask for impl='reference'.")
         if self._has_buffers:
-            return tuple([slots[i % self.kept] for i in range(start, stop)] for slots in handle)
-        return tuple(list(handle[2 * start + i : 2 * stop : 2]) for i in range(2))
+            keys, values = ([slots[i % self.kept] for i in range(start, stop)] for slots in handle)
+            return keys, values
+        return list(handle[2 * start : 2 * stop : 2]), list(handle[2 * start + 1 : 2 * stop : 2])
 
     def check_span(self, start: int, stop: int) -> None:
         oldest = max(0, self.written - self.kept) if self._has_buffers else 0
@@ -170,7 +171,8 @@ class DepthStream:
     def _groups(self, handle: tuple[Tensor, ...], start: int, stop: int) -> tuple[list[Tensor], list[Tensor]]:
         """Keys and values `[n, B, T, Hkv, d]` in as few tensors as there are, in any order."""
         if not self._has_buffers:
-            return tuple([slot.unsqueeze(0) for slot in slots] for slots in self.slots(handle, start, stop))
+            keys, values = ([slot.unsqueeze(0) for slot in slots] for slots in self.slots(handle, start, stop))
+            return keys, values
         first, last = start % self.kept, (stop - 1) % self.kept + 1
         if start == stop:
             spans = []
@@ -178,18 +180,22 @@ class DepthStream:
             spans = [(0, self.kept)]
         else:
             spans = [(first, last)] if first < last else [(first, self.kept), (0, last)]
-        return tuple([slots[a:b] for a, b in spans] for slots in handle)
+        keys, values = ([slots[a:b] for a, b in spans] for slots in handle)
+        return keys, values
 
     def _store(self, index: int, key: Tensor, value: Tensor) -> None:
+        assert self._slots is not None
         for slots, tensor in zip(self._slots, (key, value), strict=True):
             slots[index].copy_(tensor)
 
     def _read(self, start: int, stop: int, device: torch.device) -> list[Tensor]:
+        assert self._slots is not None
         # The layers of a model may be spread over devices.
         return [slots[start:stop].to(device) for slots in self._slots]
 
     def _grads_of(self, start: int, stop: int) -> tuple[list[Tensor], int]:
         """Where to add the gradients of these slots, and how many of them, the first, hold nothing yet."""
+        assert self._slots is not None
         if self._grads is None:
             self._grads = [torch.empty_like(slots, dtype=self.grad_dtype or slots.dtype) for slots in self._slots]
         grads = [grad[start:stop] for grad in self._grads]
@@ -207,6 +213,7 @@ class DepthStream:
         if not self._has_grad[index]:
             return [None, None]
         self._has_grad[index] = False
+        assert self._grads is not None
         return [grads[index] for grads in self._grads]
 
     def _join_backward(self) -> None:
@@ -362,7 +369,7 @@ def _attend_to_shared(
     query, key, value, keys, values, depth_query = check_attention(
         query, key, value, [keys], [values], depth_query, attention_mask, is_causal
     )
-    inputs = [query, key, value, keys, values, depth_query, attention_mask]
+    inputs = (query, key, value, keys, values, depth_query, attention_mask)
     trained = needs_grad((query, key, value, depth_query, *handle))
     implementation = choose(inputs, trained, stream.impl)
     if implementation == "reference":

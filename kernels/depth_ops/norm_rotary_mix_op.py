@@ -98,7 +98,8 @@ def norm_rotary_mix(
         )
         if all(constant is None for constant in constants):
             outputs = [query, key, *outputs]
-        return tuple(outputs) if source_keys else (*outputs, value)
+        finished_query, finished_key, *mixed = outputs
+        return finished_query, finished_key, mixed[0] if source_keys else value
     return norm_rotary_mix_reference(
         query,
         key,

@@ -56,7 +56,7 @@ def _normalise(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 def _rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
-    if cos is None:
+    if cos is None or sin is None:
         return x
     first, second = x.chunk(2, dim=-1)
     cos_B1TD, sin_B1TD = cos.to(x.dtype).unsqueeze(1), sin.to(x.dtype).unsqueeze(1)

@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from depthmix import DepthQwen3Config, DepthQwen3ForCausalLM
 from depthmix.conversion import ConversionError, convert, inspect_checkpoint
+from depthmix.modeling.decoder_layers import DepthRotaryEmbedding
 from depthmix.modeling.lent_weights import DepthRMSNorm
 
 
@@ -368,13 +368,13 @@ class TestReleasedLayout:
         def norm(self, x):
             return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
 
-        def rotary(self, x, position_ids):
+        def rotary(self, x, position_ids, layer_type=None):
             half = torch.arange(0, 4, 2, dtype=x.dtype) / 4
             angles = (position_ids[..., None].to(x.dtype) * 10000.0**-half).repeat(1, 1, 2)
             return angles.cos(), angles.sin()
 
         monkeypatch.setattr(DepthRMSNorm, "forward", norm)
-        monkeypatch.setattr(Qwen3RotaryEmbedding, "forward", rotary)
+        monkeypatch.setattr(DepthRotaryEmbedding, "forward", rotary)
 
     def load(self, folder):
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
