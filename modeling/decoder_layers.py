@@ -354,8 +354,9 @@ class DecoderLayer(GradientCheckpointingLayer):
 
     def normalise(self, place: int, hidden_states: torch.Tensor) -> torch.Tensor:
         """The hidden states through the norm of that place, if there is one."""
-        norm = self.norm_at(place)
-        return hidden_states if norm is None else apply_norm(norm, hidden_states, self.depth_impl)
+        name = self.norm_names[place]
+        # in decoding the host decides the time, and every call costs some
+        return hidden_states if name is None else apply_norm(self._modules[name], hidden_states, self.depth_impl)
 
     def attend(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
         """The update by the attention, `[B, T, hidden]`; the keywords are those of the attention."""

@@ -137,7 +137,7 @@ class DepthAttentionLedger(Ledger):
         return self.hidden_states, *(tensor for source in sources for tensor in self.keys_and_values[source])
 
     def keep(self, step: int, outputs: tuple[torch.Tensor, ...]) -> None:
-        is_source = step % len(self.model.layers) in self.model.source_layers
+        is_source = self.model.returns_own[step]
         self.hidden_states, *key_and_value = self.expect(step, outputs, 3 if is_source else 1)
         for source in self.model.depth_sources[step]:
             if self.model.last_reader[source] == step:
@@ -157,7 +157,9 @@ class DepthAttentionDecoder(DepthDecoderModel):
     def add_modules(self, config: PreTrainedConfig) -> None:
         self.depth_sources = config.depth_sources
         self.last_reader = {source: reader for reader, read in enumerate(self.depth_sources) for source in read}
-        self.source_layers = source_layers(config)
+        # in every pass, the layers that are a source in one
+        sources = source_layers(config)
+        self.returns_own = tuple(i in sources for i in range(config.num_hidden_layers)) * config.num_loops
 
 
 MODELS = ModelClasses(

@@ -104,7 +104,7 @@ def triton_obstacle(tensors: Iterable[Tensor | None]) -> str | None:
     if triton is None:
         return "needs the package triton, which is not installed"
     given = [tensor for tensor in tensors if tensor is not None]
-    if (obstacle := plain_tensor_obstacle(given)) is not None:
+    if (obstacle := _obstacle_of(given)) is not None:
         return obstacle
     for tensor in given:
         if tensor.dtype not in KERNEL_DTYPES:
@@ -118,7 +118,10 @@ def triton_obstacle(tensors: Iterable[Tensor | None]) -> str | None:
 
 def plain_tensor_obstacle(tensors: Iterable[Tensor | None]) -> str | None:
     """Why no operation with a backward of its own can work on these tensors, whether kernels run in it or not."""
-    given = [tensor for tensor in tensors if tensor is not None]
+    return _obstacle_of([tensor for tensor in tensors if tensor is not None])
+
+
+def _obstacle_of(given: list[Tensor]) -> str | None:
     if not torch.compiler.is_compiling():
         if is_transformed():
             return "does not work under transforms of torch.func or forward-mode differentiation"
