@@ -356,7 +356,8 @@ class DecoderLayer(GradientCheckpointingLayer):
         """The hidden states through the norm of that place, if there is one."""
         name = self.norm_names[place]
         # in decoding the host decides the time, and every call costs some
-        return hidden_states if name is None else apply_norm(self._modules[name], hidden_states, self.depth_impl)
+        norm = None if name is None else self._modules[name]
+        return hidden_states if norm is None else apply_norm(norm, hidden_states, self.depth_impl)
 
     def attend(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
         """The update by the attention, `[B, T, hidden]`; the keywords are those of the attention."""
