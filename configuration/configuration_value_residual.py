@@ -12,7 +12,8 @@ from .depth_backbones import ConfigurationClasses
 class ValueResidualFields(DepthMixingFields):
     r"""
     The value of every layer but the first is a sum of its own and of the first layer's value at the same token, with
-    two learned numbers per layer as weights (section 3 of the paper). The keys are the layer's own.
+    two learned numbers per layer as weights (section 3 of the paper). The keys are the layer's own. On backbones
+    with a norm after the attention (OLMo2, OLMo3) only the ratio of the two numbers counts.
 
     Args:
         value_residual_init (`str`, *optional*, defaults to `"equal"`):

@@ -57,7 +57,6 @@ def test_python_of_the_readme_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace: dict = {}
     for block in blocks:
-        block = block.replace('to="depth_attention"', 'to="depth_qwen3"')
         block = block.replace("bf16=True)", 'bf16=True, use_cpu=True, max_steps=1, report_to="none")')
         exec(compile(block, "README.md", "exec"), namespace)
     assert len(namespace["weights"]) == namespace["model"].config.num_hidden_layers
