@@ -24,7 +24,6 @@ from transformers.conversion_mapping import (
     register_checkpoint_conversion_mapping,
 )
 from transformers.generation import GenerationMixin
-from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
@@ -41,10 +40,6 @@ from depthmix.configuration.depth_backbones import Backbone, ConfigurationClasse
 from .decoder_layers import DecoderLayer, DepthRotaryEmbedding
 from .lent_weights import DepthRMSNorm, apply_norm
 from .transformers_versions import HOST_CACHE_NAME, accepts_both_cache_names, slice_logits_to_keep
-
-
-# how the operator behind `cross_entropy` writes `reduction="sum"`
-SUM = 2
 
 
 if TYPE_CHECKING:
@@ -319,46 +314,6 @@ def enter_table(table: dict[str, str], model_class: type) -> None:
     table[model_class.__name__] = model_class.__name__
 
 
-def causal_lm_loss(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    vocab_size: int,
-    num_items_in_batch: torch.Tensor | int | None = None,
-    ignore_index: int = -100,
-    shift_labels: torch.Tensor | None = None,
-    **kwargs,
-) -> torch.Tensor:
-    """
-    The host library's loss of a language model, by the operator itself: other packages put kernels of their own in the
-    place of `torch.nn.functional.cross_entropy`, for the whole process.
-
-    Args:
-        logits (`torch.Tensor` of shape `[B, T, vocab_size]`):
-            What the head returns; computed with in fp32.
-        labels (`torch.Tensor` of shape `[B, T]`):
-            The token at each place, which the logits of the place before it are to predict.
-        num_items_in_batch (`torch.Tensor` or `int`, *optional*):
-            What the sum over tokens is divided by; left out, the number of tokens that count.
-        ignore_index (`int`, *optional*, defaults to -100):
-            The label of tokens that do not count.
-        shift_labels (`torch.Tensor` of shape `[B, T]`, *optional*):
-            The labels in the places of the logits that are to predict them, in place of `labels`.
-
-    Returns:
-        The loss, fp32, a scalar.
-    """
-    if shift_labels is None:
-        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    logits = logits.float().view(-1, vocab_size)
-    targets = shift_labels.reshape(-1).to(logits.device)
-    if num_items_in_batch is None:
-        return torch.ops.aten.cross_entropy_loss(logits, targets, ignore_index=ignore_index)
-    total = torch.ops.aten.cross_entropy_loss(logits, targets, reduction=SUM, ignore_index=ignore_index)
-    if isinstance(num_items_in_batch, torch.Tensor):
-        num_items_in_batch = num_items_in_batch.to(total.device)
-    return total / num_items_in_batch
-
-
 class DepthCausalLM(Base):
     """
     A language-model head on a base model. Its forward takes what those of the stock heads take, the KV cache under
@@ -373,7 +328,6 @@ class DepthCausalLM(Base):
         super().__init_subclass__(**kwargs)
         enter_table(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, cls)
         # where a model finds its loss by the name of its class
-        LOSS_MAPPING[cls.__name__] = causal_lm_loss
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config)

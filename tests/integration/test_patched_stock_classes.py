@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import PreTrainedModel
+from transformers.models.qwen3 import modeling_qwen3
 
 
 DENSE_BACKBONES = ("llama", "mistral", "olmo2", "olmo3", "qwen2", "qwen3", "smollm3")
@@ -90,7 +91,6 @@ def replace_stock_code(set_attribute):
                 set_attribute(module, name, broken)
     # the control: there was something to replace
     assert count >= 6 * len(DENSE_BACKBONES)
-    set_attribute(torch.nn.functional, "cross_entropy", broken)
 
 
 def build():
@@ -153,5 +153,5 @@ def test_replaced_after_they_are_built(untouched, monkeypatch):
     models = build()
     replace_stock_code(monkeypatch.setattr)
     with pytest.raises(AssertionError, match="stock code"):
-        torch.nn.functional.cross_entropy(torch.zeros(2, 3), torch.zeros(2, dtype=torch.long))
+        modeling_qwen3.apply_rotary_pos_emb(None, None, None, None)
     assert_equal_results(measure(models), untouched)
