@@ -103,7 +103,9 @@ def read_own(source: dict[str, Any], path: Path) -> PreTrainedConfig | None:
         return None
     with config_errors(f"{path}: "):
         config_class = auto_classes(model_type)["AutoConfig"]
-        return config_class.from_dict(deepcopy(_declared_fields(config_class, source)))
+        values = _declared_fields(config_class, source)
+        # by this the class tells its own checkpoints from other people's of the same model type
+        return config_class.from_dict(deepcopy(values | {"auto_map": source.get("auto_map")}))
 
 
 def read_stock(config_class: type[PreTrainedConfig], source: dict[str, Any]) -> PreTrainedConfig:

@@ -28,7 +28,7 @@ def read_details(paths: Iterable[Path]) -> dict[str, dict]:
 
 def shown_rows(rows: Iterable[Row], details: dict[str, dict]) -> list[Row]:
     """
-    Of the settings that were trained the longest, each system's run of seed 0 at its best rate, in the systems' order.
+    Each system's run of seed 0 at its best rate, in the systems' order, of the settings that were trained the longest.
 
     Raises:
         `ValueError`: if no finished run has its curve.

@@ -23,6 +23,9 @@ class ExactRotary(nn.Module):
         super().__init__()
         self.frequencies, self.attention_scaling = plain_frequencies(fields)
 
+    def scaling(self, kind):
+        return self.attention_scaling
+
     def forward(self, x, position_ids):
         angles = (position_ids[..., None] * self.frequencies).repeat(1, 1, 2)
         return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling

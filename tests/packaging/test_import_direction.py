@@ -34,6 +34,7 @@ ALLOWED = {
     "conversion": {
         "depthmix.auto",
         "depthmix.configuration",
+        "depthmix.families",
         "depthmix.hub",
         "depthmix.modeling",
         "depthmix.releases",
