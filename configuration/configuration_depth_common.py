@@ -15,16 +15,28 @@ from transformers.utils import is_torch_available
 # a configuration of a few bytes must not take minutes or all memory, so counts from which lists are made have a limit
 MAX_LAYERS = 4096
 MAX_LABELS = 2**20
+MAX_EXPERTS = 2**14
 _MAX_SIZE = 2**31 - 1
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
 _ROPE_FIELDS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
+# one entry for each layer, or for some
+_LAYER_LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers", "mlp_only_layers")
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_OTHER_SIZES = (
+    *("moe_intermediate_size", "decoder_sparse_step", "no_rope_layer_interval", "kv_lora_rank", "q_lora_rank"),
+    *("v_head_dim", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim"),
+)
 _CHECKED = (
     *_SIZES,
     *("num_key_value_heads", "max_position_embeddings", "max_window_layers", "sliding_window", "layer_types"),
     *("rms_norm_eps", "initializer_range", "attention_dropout", "hidden_act", "pad_token_id", "num_labels", "dtype"),
     "id2label",
     *("torch_dtype", "use_sliding_window", *_ROPE_FIELDS),
+    *_LAYER_LISTS,
+    *_EXPERT_COUNTS,
+    *_OTHER_SIZES,
+    "num_experts_per_tok",
 )
 # what the host divides by, or takes a power or logarithm of
 _POSITIVE_ROPE_KEYS = (
@@ -72,8 +84,10 @@ def check_decoder_shape(config: PreTrainedConfig | Mapping[str, Any]) -> None:
     """
     given = config if isinstance(config, Mapping) else _checked_values(config)
     values = {name: value for name in _CHECKED if (value := given.get(name)) is not None}
-    for name in (*_SIZES, "max_position_embeddings"):
+    for name in (*_SIZES, "max_position_embeddings", *_OTHER_SIZES):
         check_count(name, values.get(name))
+    _check_layer_lists(values)
+    _check_experts(values)
     check_count("num_key_value_heads", values.get("num_key_value_heads"), least=-_MAX_SIZE)
     if values.get("head_dim", 0) % 2:
         raise ValueError(f"head_dim={values['head_dim']}: must be even, since the rotation turns pairs of numbers.")
@@ -149,6 +163,25 @@ def shown(value: Any) -> str:
         return "(a number of more than 38 digits)"
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _check_layer_lists(values: dict[str, Any]) -> None:
+    # first of all, since the host looks at every entry
+    for name in _LAYER_LISTS:
+        entries = values.get(name)
+        if isinstance(entries, list | tuple) and len(entries) > MAX_LAYERS:
+            raise ValueError(f"{name} has {len(entries)} entries: must have at most {MAX_LAYERS}.")
+    layers, rotating = values.get("num_hidden_layers"), values.get("no_rope_layers")
+    if isinstance(rotating, list | tuple) and isinstance(layers, int) and len(rotating) < layers:
+        raise ValueError(f"no_rope_layers has {len(rotating)} entries: must have one for each of {layers} layers.")
+
+
+def _check_experts(values: dict[str, Any]) -> None:
+    for name in _EXPERT_COUNTS:
+        count = values.get(name)
+        check_count(name, count, least=0, most=MAX_EXPERTS)
+        if count:
+            check_count("num_experts_per_tok", values.get("num_experts_per_tok"), most=count)
 
 
 def _check_labels(labels: dict | None) -> None:

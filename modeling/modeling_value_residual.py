@@ -30,9 +30,12 @@ class ValueMix(MixingModule):
     def __init__(self, config: PreTrainedConfig):
         super().__init__()
         self.impl, self.start = config.depth_impl, config.value_weights_start
-        self.weight = nn.Parameter(
-            torch.tensor(self.start, dtype=torch.float32), requires_grad=config.value_residual_learnable
-        )
+        start = torch.tensor(self.start, dtype=torch.float32)
+        # fixed weights are no parameter, since loading makes every parameter one that is trained
+        if config.value_residual_learnable:
+            self.weight = nn.Parameter(start)
+        else:
+            self.register_buffer("weight", start)
 
     def forward(self, first_value: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """The weighted sum of the two values, each `[B, T, Hkv * d]`, in their dtype."""

@@ -9,6 +9,7 @@ import pytest
 from huggingface_hub.errors import StrictDataclassError
 
 from depthmix import AttnResConfig, DenseFormerConfig, DepthQwen3Config, MHCConfig, MoDAOlmo2Config
+from depthmix.families import FAMILIES
 
 
 EVERY = pytest.mark.parametrize(
@@ -99,3 +100,29 @@ def test_what_published_checkpoints_have_is_accepted(config_class, tiny):
         },
     )
     assert config.rope_parameters["factor"] == 8.0
+
+
+HOSTILE = {
+    "mhc_qwen3_moe": [
+        ({"num_experts": 10**9}, "num_experts=1000000000: must be at most 16384"),
+        ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok=5: must be at most 4"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step=0: must be positive"),
+        ({"moe_intermediate_size": -4}, "moe_intermediate_size=-4: must be positive"),
+    ],
+    "depth_olmoe": [({"num_experts": -1}, "num_experts=-1: must be at least 0")],
+    "value_residual_qwen3": [
+        ({"layer_types": ["full_attention"] * 5000}, "layer_types has 5000 entries: must have at")
+    ],
+    "depth_smollm3": [
+        ({"no_rope_layers": [1]}, "no_rope_layers has 1 entries: must have one for each of 36 layers"),
+        ({"no_rope_layer_interval": 0}, "no_rope_layer_interval=0: must be positive"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "rule"), [(name, *case) for name, cases in HOSTILE.items() for case in cases]
+)
+def test_fields_of_other_backbones(model_type, fields, rule):
+    with pytest.raises(StrictDataclassError, match=rule):
+        FAMILIES[model_type].find_class("Config")(**fields)

@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from depthmix.families import FAMILIES
@@ -67,8 +68,12 @@ def test_starts_have_gradients_and_move(build, token_ids, start, weights):
     assert all((mix.detach() != torch.tensor(weights))[counted].all() for mix in mixes)
 
 
-def test_fixed_weights_are_not_trained(build, token_ids):
-    model, ids = build(value_residual_learnable=False).train(), token_ids(2, 9)
-    model(ids, labels=ids).loss.backward()
-    mix = model.model.layers[1].self_attn.value_mix.weight
-    assert mix.grad is None and mix.tolist() == [0.5, 0.5]
+def test_fixed_weights_are_not_trained(build, token_ids, tmp_path):
+    model, ids = build(value_residual_learnable=False), token_ids(2, 9)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    for each in (model, loaded, loaded.bfloat16()):
+        assert not any("value_mix" in name for name, _ in each.named_parameters())
+        mix = each.model.layers[1].self_attn.value_mix.weight
+        assert mix.tolist() == [0.5, 0.5] and mix.dtype is torch.float32
