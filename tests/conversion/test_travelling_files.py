@@ -7,6 +7,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from depthmix.conversion import ConversionError, convert
+from depthmix.conversion.source_keys import EXECUTION_KEYS, HARMLESS_KEYS
 
 
 # every file that the host reads, with a key by which code can be named, and what may stay beside it
@@ -14,10 +15,8 @@ POINTERS = {
     "config.json": {
         "auto_map": {"AutoProcessor": "acme/repo--processing_evil.Evil", "AutoTokenizer": ["evil.Slow", "evil.Fast"]},
         "custom_pipelines": {"text-generation": {"impl": "pipeline_evil.Evil", "pt": ["AutoModelForCausalLM"]}},
-        "transformers_weights": "other.safetensors",
         "kernel_config": {"RMSNorm": "acme/evil:RMSNorm"},
         "task_specific_params": {"text-generation": {"custom_generate": "acme/evil"}},
-        "text_config": {"auto_map": {"AutoModel": "evil.Model"}},
         "processor_class": "Evil",
         "a_key_of_tomorrow": "acme/repo--evil.Evil",
         "list_of_tomorrow": ["evil.Evil"],
@@ -100,10 +99,12 @@ def test_pointers_to_code_stay_behind_and_are_named(to, put, tmp_path):
     assert any("auto_map in tokenizer_config.json" in warning for warning in report.warnings)
 
 
-def test_undeclared_keys_of_the_config_are_said_to_be_dropped(put, tmp_path):
+def test_keys_that_no_stock_code_reads_are_named(put, tmp_path):
     report = convert(put({"config.json": POINTERS["config.json"]}), tmp_path / "converted", progress=False)
-    for key in POINTERS["config.json"].keys() - {"auto_map"}:
-        assert any(change.startswith(f"{key}: ") and change.endswith("dropped") for change in report.config_changes)
+    said = " ".join([*report.warnings, *report.config_changes])
+    # those that say how a model runs, or change nothing in any, are left out without a word
+    for key in POINTERS["config.json"].keys() - EXECUTION_KEYS - HARMLESS_KEYS:
+        assert key in said, key
 
 
 def test_files_without_pointers_are_copied_byte_by_byte(put, tmp_path):
