@@ -192,6 +192,7 @@ def convert(
         change = f"{before!r} -> {tokenizer.written!r} (" if before else f"{tokenizer.written!r} (new, "
         config_changes.append(f"tokenizer_class: {change}in {TOKENIZER_CONFIG_FILE})")
     texts, left_behind = clean_companions(companions, texts)
+    _check_generation_config(companions, texts)
     config_changes += left_behind
     verify_tokenizer(tokenizer, companions, texts, config)
     index = [INDEX_FILE] if len(shards) > 1 else []
@@ -441,10 +442,7 @@ def _legacy_generation_config(
     source_config: dict[str, Any], config: PreTrainedConfig, companions: dict[str, Path]
 ) -> dict[str, str]:
     """Old checkpoints keep generation parameters in config.json, from where saving the configuration drops them."""
-    if path := companions.get(GENERATION_CONFIG_FILE):
-        # with values that the host refuses the converted model would not load
-        with config_errors(f"{path}: "):
-            GenerationConfig.from_dict(read_json(path))
+    if GENERATION_CONFIG_FILE in companions:
         return {}
     with config_errors("Parameters of generation in config.json: "):
         known = GenerationConfig().to_dict()
@@ -454,6 +452,15 @@ def _legacy_generation_config(
         return {}
     legacy._from_model_config = False
     return {GENERATION_CONFIG_FILE: legacy.to_json_string()}
+
+
+def _check_generation_config(companions: dict[str, Path], texts: dict[str, str]) -> None:
+    """With values that the host refuses the converted model would not load."""
+    path = companions.get(GENERATION_CONFIG_FILE)
+    if path is not None:
+        text = texts.get(GENERATION_CONFIG_FILE)
+        with config_errors(f"{path}: "):
+            GenerationConfig.from_dict(read_json(path) if text is None else json.loads(text))
 
 
 def _verify_config(config: PreTrainedConfig, folder: Path) -> None:
