@@ -87,7 +87,8 @@ def check_decoder_shape(config: PreTrainedConfig | Mapping[str, Any]) -> None:
     for name in (*_SIZES, "max_position_embeddings", *_OTHER_SIZES):
         check_count(name, values.get(name))
     _check_layer_lists(values)
-    _check_experts(values)
+    # fields under other names are not on the configuration yet while it is made
+    _check_experts(values, chosen=None if isinstance(config, Mapping) else values.get("num_experts_per_tok"))
     check_count("num_key_value_heads", values.get("num_key_value_heads"), least=-_MAX_SIZE)
     if values.get("head_dim", 0) % 2:
         raise ValueError(f"head_dim={values['head_dim']}: must be even, since the rotation turns pairs of numbers.")
@@ -176,12 +177,12 @@ def _check_layer_lists(values: dict[str, Any]) -> None:
         raise ValueError(f"no_rope_layers has {len(rotating)} entries: must have one for each of {layers} layers.")
 
 
-def _check_experts(values: dict[str, Any]) -> None:
+def _check_experts(values: dict[str, Any], chosen: int | None) -> None:
     for name in _EXPERT_COUNTS:
         count = values.get(name)
         check_count(name, count, least=0, most=MAX_EXPERTS)
         if count:
-            check_count("num_experts_per_tok", values.get("num_experts_per_tok"), most=count)
+            check_count("num_experts_per_tok", chosen, most=count)
 
 
 def _check_labels(labels: dict | None) -> None:

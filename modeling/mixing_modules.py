@@ -10,6 +10,11 @@ from torch import nn
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
+def mixing_dtype() -> torch.dtype:
+    """The dtype of mixing parameters where a model is built: the default one, but fp32 in place of 16 bits."""
+    return torch.promote_types(torch.get_default_dtype(), torch.float32)
+
+
 class MixingModule(nn.Module):
     """
     A module that holds parameters by which layers are mixed: what this class is says which parameters these are.

@@ -27,7 +27,7 @@ from depthmix.kernels.depth_dispatch import check_implementation
 from .decoder_layers import DecoderLayer
 from .depth_decoder import DepthDecoderModel, DepthPreTrainedModel, Ledger, ModelClasses
 from .lent_weights import has_hooks, is_bare, runs_plainly
-from .mixing_modules import MixingModule
+from .mixing_modules import MixingModule, mixing_dtype
 from .transformers_versions import accepts_both_cache_names
 
 
@@ -55,7 +55,7 @@ class AttnResMixer(MixingModule):
         self.norm = AttnResKeyNorm(config.hidden_size)
         self.recency_bias_start = config.recency_bias_start
         # of shape [1], since FSDP2 shards no scalars
-        bias = torch.full((1,), float(self.recency_bias_start), dtype=torch.float32)
+        bias = torch.full((1,), float(self.recency_bias_start), dtype=mixing_dtype())
         self.register_parameter("recency_bias", nn.Parameter(bias) if config.attnres_recency_bias else None)
         self.scale = config.attnres_scale
         self.eps = config.rms_norm_eps

@@ -19,7 +19,7 @@ from depthmix.kernels.depth_dispatch import check_implementation
 
 from .decoder_layers import DecoderLayer
 from .depth_decoder import DepthDecoderModel, DepthPreTrainedModel, Ledger, ModelClasses
-from .mixing_modules import MixingModule
+from .mixing_modules import MixingModule, mixing_dtype
 from .transformers_versions import accepts_both_cache_names
 
 
@@ -34,7 +34,7 @@ class DepthAverage(MixingModule):
 
     @staticmethod
     def identity(num_sources: int) -> torch.Tensor:
-        return (torch.arange(num_sources) == num_sources - 1).float()
+        return (torch.arange(num_sources) == num_sources - 1).to(mixing_dtype())
 
     def forward(self, *sources: torch.Tensor) -> torch.Tensor:
         """The weighted sum `[B, T, hidden]` of the sources, each of this shape, in their dtype."""

@@ -23,7 +23,7 @@ from depthmix.kernels.hyper_connection_op import hyper_connection_read, hyper_co
 
 from .decoder_layers import DecoderLayer
 from .depth_decoder import DepthDecoderModel, DepthPreTrainedModel, Ledger, ModelClasses
-from .mixing_modules import MixingModule
+from .mixing_modules import MixingModule, mixing_dtype
 from .transformers_versions import accepts_both_cache_names
 
 
@@ -43,10 +43,10 @@ def start_shares(streams: int) -> tuple[torch.Tensor, torch.Tensor]:
     are read alike until the first step of training.
     """
     pairs = torch.arange(streams) // 2
-    writes = 1 - 2 * (torch.arange(streams) % 2).float()
+    writes = 1 - 2 * (torch.arange(streams) % 2).to(mixing_dtype())
     if streams % 2:
         writes[-1] = 0
-    reads = pairs.float().mean() - pairs
+    reads = pairs.to(mixing_dtype()).mean() - pairs
     reads = reads / reads.abs().max().clamp(min=0.5)  # all zero with a single pair
     return (1 + UNEQUAL_START * reads) / streams, 1 + UNEQUAL_START * writes
 
@@ -73,7 +73,7 @@ class MHCConnection(MixingModule):
         self.projection = nn.Parameter(torch.zeros(streams * (streams + 2), streams * config.hidden_size))
         # of shape [1], since FSDP2 shards no scalars
         self.alpha_pre, self.alpha_post, self.alpha_residual = (
-            nn.Parameter(torch.full((1,), float(self.alpha_start), dtype=torch.float32)) for _ in range(3)
+            nn.Parameter(torch.full((1,), float(self.alpha_start), dtype=mixing_dtype())) for _ in range(3)
         )
         reads, writes = start_shares(streams)
         self.pre_logits = nn.Parameter(torch.logit(reads))
@@ -83,7 +83,7 @@ class MHCConnection(MixingModule):
     @staticmethod
     def near_identity(streams: int) -> torch.Tensor:
         beside = math.log((1 - DIAGONAL_START) / (streams - 1))
-        return beside + (math.log(DIAGONAL_START) - beside) * torch.eye(streams, dtype=torch.float32)
+        return beside + (math.log(DIAGONAL_START) - beside) * torch.eye(streams, dtype=mixing_dtype())
 
     def reset(self):
         """What a new connection starts from."""

@@ -20,7 +20,7 @@ from depthmix.kernels.depth_dispatch import check_implementation
 
 from .decoder_layers import DecoderAttention, DecoderLayer
 from .depth_decoder import DepthDecoderModel, DepthPreTrainedModel, Ledger, ModelClasses
-from .mixing_modules import MixingModule
+from .mixing_modules import MixingModule, mixing_dtype
 from .transformers_versions import accepts_both_cache_names
 
 
@@ -30,7 +30,7 @@ class ValueMix(MixingModule):
     def __init__(self, config: PreTrainedConfig):
         super().__init__()
         self.impl, self.start = config.depth_impl, config.value_weights_start
-        start = torch.tensor(self.start, dtype=torch.float32)
+        start = torch.tensor(self.start, dtype=mixing_dtype())
         # fixed weights are no parameter, since loading makes every parameter one that is trained
         if config.value_residual_learnable:
             self.weight = nn.Parameter(start)
