@@ -21,6 +21,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import MethodType
@@ -61,14 +62,20 @@ def collect_remote_code(auto_map: dict[str, str]) -> dict[str, str]:
         module = pending.pop()
         if f"{module}.py" in files:
             continue
-        code = _ACROSS_FOLDERS.sub(r"from .\1 import", _module_path(module).read_text(encoding="utf-8"))
-        if statement := _NOT_FLAT.search(code):
-            raise ImportError(f"{module}.py: `{statement[0].strip()}` cannot be part of a saved model's code.")
-        files[f"{module}.py"] = code
-        pending += _SIBLING.findall(code)
+        files[f"{module}.py"], siblings = _flat_code(_module_path(module))
+        pending += siblings
     if "AutoConfig" in auto_map:
         files[f"{auto_map['AutoConfig'].split('.')[0]}.py"] += _naming_of_models(auto_map)
     return dict(sorted(files.items()))
+
+
+@cache
+def _flat_code(path: Path) -> tuple[str, list[str]]:
+    """A module's code as it stands in a saved model's folder, and the modules beside it that it imports."""
+    code = _ACROSS_FOLDERS.sub(r"from .\1 import", path.read_text(encoding="utf-8"))
+    if statement := _NOT_FLAT.search(code):
+        raise ImportError(f"{path.name}: `{statement[0].strip()}` cannot be part of a saved model's code.")
+    return code, _SIBLING.findall(code)
 
 
 def write_remote_code(directory: str | Path, auto_map: dict[str, str]) -> list[str]:
@@ -292,6 +299,7 @@ def _foreign_code(
     return f"{str(foreign)[:200]!r}" if is_foreign else None
 
 
+@cache
 def _module_path(module: str) -> Path:
     for folder in BUNDLED_FOLDERS:
         spec = find_spec(f"depthmix.{folder}.{module}")
