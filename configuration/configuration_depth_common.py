@@ -55,6 +55,10 @@ class DepthMixingFields:
         Implementation of the operations of [`~depthmix.kernels`]: `"triton"`, fused kernels, and an error where they
         cannot run; `"reference"`, stock arithmetic and pure PyTorch; `"auto"`, kernels on a GPU where Triton is
         installed.
+    prefill_chunk_tokens (`int` or `"auto"`, *optional*, defaults to `"auto"`):
+        How many tokens of a prompt the layers take at a time when no gradients are wanted and there is a
+        `DynamicCache`. What they hand each other exists for these only, and results differ by rounding. `"auto"`
+        cuts a prompt where that would take more than 512 MiB, into chunks for which it does not; None never does.
     """
 
     if TYPE_CHECKING:
@@ -63,6 +67,7 @@ class DepthMixingFields:
         num_hidden_layers: int
 
     depth_impl: Literal["auto", "triton", "reference"] = "auto"
+    prefill_chunk_tokens: int | Literal["auto"] | None = "auto"
 
     def __post_init__(self, **kwargs):
         take_model_type(self, kwargs)
@@ -72,6 +77,8 @@ class DepthMixingFields:
         """Part of the `@strict` validation, which runs on construction and before saving."""
         check_decoder_shape(self)
         check_layer_kinds(self)
+        if self.prefill_chunk_tokens != "auto":
+            check_count("prefill_chunk_tokens", self.prefill_chunk_tokens)
 
 
 def check_decoder_shape(config: PreTrainedConfig | Mapping[str, Any]) -> None:

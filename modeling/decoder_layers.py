@@ -12,6 +12,7 @@ from typing import ClassVar
 
 import torch
 from torch import nn
+from torch.nn.attention.bias import CausalBias
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
@@ -303,6 +304,12 @@ class DecoderAttention(nn.Module):
         kwargs: dict,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The output `[B, T, hidden]` and the attention weights (None if not asked for)."""
+        if isinstance(attention_mask, CausalBias):
+            # the host's function would repeat keys and values for all query heads
+            attn_output = nn.functional.scaled_dot_product_attention(
+                query, keys, values, attn_mask=attention_mask, scale=self.scaling, enable_gqa=True
+            )
+            return self.project_output(attn_output.transpose(1, 2)), None
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
         attn_output, attn_weights = attention(
             self,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
+from torch.nn.attention.bias import CausalBias
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.conversion_mapping import (
@@ -39,6 +40,7 @@ from depthmix.configuration.depth_backbones import Backbone, ConfigurationClasse
 
 from .decoder_layers import DecoderLayer, DepthRotaryEmbedding
 from .lent_weights import DepthRMSNorm, apply_norm
+from .prompt_chunks import cuts_long_prompts
 from .transformers_versions import HOST_CACHE_NAME, accepts_both_cache_names, slice_logits_to_keep
 
 
@@ -136,6 +138,7 @@ class DepthDecoderModel(Base):
         """
 
     @accepts_both_cache_names
+    @cuts_long_prompts
     @merge_with_config_defaults
     @capture_outputs
     def forward(
@@ -187,8 +190,8 @@ class DepthDecoderModel(Base):
             start = 0 if past_key_values is None else past_key_values.get_seq_length()
             position_ids = (torch.arange(hidden_states.shape[1], device=hidden_states.device) + start).unsqueeze(0)
         masks = attention_mask
-        # `generate` may have made them already
-        if not isinstance(masks, dict):
+        # `generate` may have made them already, and later chunks of a prompt need none
+        if not isinstance(masks, (dict, CausalBias)):
             masks = create_masks_for_generate(
                 config=self.config,
                 inputs_embeds=hidden_states,
@@ -220,6 +223,10 @@ class DepthDecoderModel(Base):
         hidden_states, depth_weights = ledger.close()
         kept: dict[str, Any] = {HOST_CACHE_NAME: past_key_values if use_cache else None}
         return DepthModelOutputWithPast(last_hidden_state=hidden_states, depth_weights=depth_weights, **kept)
+
+    def handed_on_per_token(self) -> int:
+        """How many numbers per token layers hand each other, beyond the hidden states and what the cache holds."""
+        return 0
 
     def embed_positions(
         self, hidden_states: torch.Tensor, position_ids: torch.Tensor

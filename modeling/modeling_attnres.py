@@ -365,6 +365,9 @@ class AttnResDecoder(DepthDecoderModel):
         self.num_sources = config.num_finished_sources
         self.restarts = config.attnres_variant != "cumulative"
 
+    def handed_on_per_token(self) -> int:
+        return (1 + max(self.num_sources)) * self.config.hidden_size
+
 
 MODELS = ModelClasses(
     __name__,

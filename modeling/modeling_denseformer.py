@@ -122,6 +122,9 @@ class DenseFormerDecoder(DepthDecoderModel):
             bool(read) and own in self.last_reader for own, read in enumerate(config.average_sources, start=1)
         )
 
+    def handed_on_per_token(self) -> int:
+        return len(self.last_reader) * self.config.hidden_size
+
 
 MODELS = ModelClasses(
     __name__,

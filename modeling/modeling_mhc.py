@@ -194,6 +194,9 @@ class MHCDecoder(DepthDecoderModel):
         self.num_streams = config.mhc_num_streams
         self.stream_readout = MHCReadout(config)
 
+    def handed_on_per_token(self) -> int:
+        return self.num_streams * self.config.hidden_size
+
 
 MODELS = ModelClasses(
     __name__,

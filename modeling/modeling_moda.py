@@ -19,6 +19,7 @@ from typing import cast
 
 import torch
 from torch import nn
+from torch.nn.attention.bias import CausalBias
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -201,7 +202,10 @@ class MoDAAttention(DecoderAttention):
             )
         is_causal = self.is_causal if is_causal is None else is_causal
         tokens = query.shape[2]
-        if attention_mask is None and is_causal and tokens > 1:
+        if isinstance(attention_mask, CausalBias):
+            # to the operation, causal always means that the last token attends to the last key
+            attention_mask = None
+        elif attention_mask is None and is_causal and tokens > 1:
             # more keys than tokens and no mask: a static cache that was empty, with nothing behind these tokens yet
             keys, values = keys[:, :, :tokens], values[:, :, :tokens]
         output = moda_attention_over_stream(
@@ -361,6 +365,9 @@ class MoDADecoder(DepthDecoderModel):
         self.num_slots = config.depth_slots[-1][1]
         self.slot_size = cast(MoDALayer, self.layers[0]).self_attn.slot_size
         self.slot_heads = config.num_key_value_heads
+
+    def handed_on_per_token(self) -> int:
+        return 2 * self.num_slots * self.slot_size
 
     def check_call(self, kwargs: dict) -> None:
         super().check_call(kwargs)
