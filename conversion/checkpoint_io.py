@@ -38,8 +38,10 @@ _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _SIZE = re.compile(r"\s*(\d*\.?\d+)\s*([KMGT]?)B?\s*", re.IGNORECASE)
 _SIZE_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
-# only these are weights that a model computes with; anything else comes from a quantised checkpoint
-FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# with their names in torch. Only these are weights that a model computes with; anything else comes from a quantised
+# checkpoint
+FLOAT_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_FLOAT_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
 @dataclass(frozen=True)
@@ -96,23 +98,23 @@ class TensorWrite:
         """Copies a stored tensor byte by byte, or rounds it to another floating dtype."""
         if dtype in (None, stored.dtype):
             return cls(name, stored.dtype, stored.shape, stored.nbytes, stored.chunks)
-        nbytes = stored.nbytes // FLOAT_DTYPES[stored.dtype].itemsize * FLOAT_DTYPES[dtype].itemsize
+        nbytes = stored.nbytes // _FLOAT_SIZES[stored.dtype] * _FLOAT_SIZES[dtype]
         return cls(name, dtype, stored.shape, nbytes, lambda: _cast_chunks(stored, dtype))
 
     @classmethod
     def from_function(
-        cls, name: str, make: Callable[[], torch.Tensor], dtype: str, shape: tuple[int, ...]
+        cls, name: str, make: "Callable[[], torch.Tensor]", dtype: str, shape: tuple[int, ...]
     ) -> "TensorWrite":
         """Writes the start value of a parameter that the source does not have, made when it is its turn."""
 
         def chunks():
             # the user may have set another default
             with torch.device("cpu"):
-                tensor = make().to(FLOAT_DTYPES[dtype])
+                tensor = make().to(getattr(torch, FLOAT_DTYPES[dtype]))
             assert tensor.shape == shape, f"{name}: the start value has shape {list(tensor.shape)}"
             yield _to_bytes(tensor)
 
-        return cls(name, dtype, shape, math.prod(shape) * FLOAT_DTYPES[dtype].itemsize, chunks)
+        return cls(name, dtype, shape, math.prod(shape) * _FLOAT_SIZES[dtype], chunks)
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
@@ -368,7 +370,7 @@ def _read_index(path: Path) -> dict[str, str]:
 def _read_header(path: Path) -> list[StoredTensor]:
     try:
         # rejects headers that are cut off, overlap, leave gaps, or promise more or fewer bytes than the file has
-        with safe_open(path, framework="pt"):
+        with safe_open(path, framework="numpy"):
             pass
         with open(path, "rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
@@ -389,7 +391,7 @@ def _read_header(path: Path) -> list[StoredTensor]:
 
 def _write_safetensors(path: Path, writes: Sequence[TensorWrite], bar: tqdm) -> None:
     # wide dtypes first, so that every tensor is aligned in the file
-    writes = sorted(writes, key=lambda write: -FLOAT_DTYPES[write.dtype].itemsize)
+    writes = sorted(writes, key=lambda write: -_FLOAT_SIZES[write.dtype])
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for write in writes:
@@ -408,15 +410,16 @@ def _write_safetensors(path: Path, writes: Sequence[TensorWrite], bar: tqdm) -> 
 
 def _cast_chunks(stored: StoredTensor, dtype: str) -> Iterator[bytes]:
     for chunk in stored.chunks():
-        values = torch.frombuffer(bytearray(chunk), dtype=FLOAT_DTYPES[stored.dtype])
-        cast = values.to(FLOAT_DTYPES[dtype])
+        values = torch.frombuffer(bytearray(chunk), dtype=getattr(torch, FLOAT_DTYPES[stored.dtype]))
+        cast = values.to(getattr(torch, FLOAT_DTYPES[dtype]))
         if not torch.equal(cast.isfinite(), values.isfinite()):
             largest = values[values.isfinite()].abs().max().item()
             raise ConversionError(
-                f"{stored.name} has values up to {largest:.3g}, which {FLOAT_DTYPES[dtype]} cannot hold. Use bfloat16."
+                f"{stored.name} has values up to {largest:.3g}, which torch.{FLOAT_DTYPES[dtype]} cannot hold. "
+                "Use bfloat16."
             )
         yield _to_bytes(cast)
 
 
-def _to_bytes(tensor: torch.Tensor) -> bytes:
+def _to_bytes(tensor: "torch.Tensor") -> bytes:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

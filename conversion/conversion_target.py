@@ -4,16 +4,20 @@
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from depthmix.configuration.configuration_dense_decoder import DenseDecoderConfig
 from depthmix.configuration.depth_backbones import ConfigurationClasses
 from depthmix.families import FAMILIES
 
 from .weight_maps import WeightMap
+
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -38,15 +42,15 @@ class TranslatedConfig:
     warnings: tuple[str, ...] = ()
 
     @property
-    def model_class(self) -> type[PreTrainedModel]:
+    def model_class(self) -> "type[PreTrainedModel]":
         """The model whose tensors are written."""
-        found: type[PreTrainedModel] = FAMILIES[self.config.model_type].find_class("ForCausalLM")
+        found: type[Any] = FAMILIES[self.config.model_type].find_class("ForCausalLM")
         return found
 
 
 # takes the content of the source's config.json and the options that the user gave
 TranslateFn = Callable[[dict[str, Any], dict[str, Any]], TranslatedConfig]
-NewTensorsFn = Callable[[PreTrainedConfig], dict[str, Callable[[], torch.Tensor]]]
+NewTensorsFn = Callable[[PreTrainedConfig], "dict[str, Callable[[], torch.Tensor]]"]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import torch
 from transformers import PreTrainedConfig
 
 from depthmix.configuration.configuration_attnres import CONFIGURATIONS
-from depthmix.modeling.modeling_attnres import AttnResMixer
 
 from .conversion_target import AcceptedSource, ConversionTarget
 from .errors import ConversionError
@@ -58,8 +57,11 @@ def vanilla_note(config: PreTrainedConfig) -> str:
     )
 
 
-def start_values(config: PreTrainedConfig) -> dict[str, Callable[[], torch.Tensor]]:
+def start_values(config: PreTrainedConfig) -> "dict[str, Callable[[], torch.Tensor]]":
     """The parameters of every mixer of a model that was just built."""
+    # not at the top: `inspect` needs no torch
+    from depthmix.modeling.modeling_attnres import AttnResMixer
+
     mixer = AttnResMixer(config).state_dict()
     layers = range(config.num_hidden_layers)
     names = [f"model.layers.{i}.{site}_mixer" for i in layers for site in ("attn", "mlp")]

@@ -13,7 +13,6 @@ from transformers import PreTrainedConfig
 
 from depthmix.configuration.configuration_denseformer import CONFIGURATIONS
 from depthmix.configuration.depth_backbones import BACKBONES, Backbone
-from depthmix.modeling.modeling_denseformer import DepthAverage
 
 from .conversion_target import AcceptedSource, ConversionTarget, TranslatedConfig
 from .source_configs import check_vanilla, read_aliased
@@ -46,8 +45,11 @@ def vanilla_note(config: PreTrainedConfig) -> str:
     return f"{SAME_FUNCTION}: an average starts as its layer's output."
 
 
-def start_values(config: PreTrainedConfig) -> dict[str, Callable[[], torch.Tensor]]:
+def start_values(config: PreTrainedConfig) -> "dict[str, Callable[[], torch.Tensor]]":
     """The weights of every average of a model that was just built."""
+    # not at the top: `inspect` needs no torch
+    from depthmix.modeling.modeling_denseformer import DepthAverage
+
     return {
         f"model.layers.{i}.depth_average.weight": partial(DepthAverage.identity, len(read))
         for i, read in enumerate(config.average_sources)

@@ -9,7 +9,6 @@ import torch
 from transformers import PreTrainedConfig
 
 from depthmix.configuration.configuration_mhc import CONFIGURATIONS
-from depthmix.modeling.modeling_mhc import MHCConnection, MHCReadout
 
 from .conversion_target import AcceptedSource, ConversionTarget
 from .source_configs import read_aliased
@@ -36,8 +35,11 @@ def vanilla_note(config: PreTrainedConfig) -> str:
     )
 
 
-def start_values(config: PreTrainedConfig) -> dict[str, Callable[[], torch.Tensor]]:
+def start_values(config: PreTrainedConfig) -> "dict[str, Callable[[], torch.Tensor]]":
     """The parameters of every connection and of the readout of a model that was just built."""
+    # not at the top: `inspect` needs no torch
+    from depthmix.modeling.modeling_mhc import MHCConnection, MHCReadout
+
     connection, readout = MHCConnection(config).state_dict(), MHCReadout(config).state_dict()
     layers = range(config.num_hidden_layers)
     names = [f"model.layers.{i}.{site}_connection" for i in layers for site in ("attn", "mlp")]

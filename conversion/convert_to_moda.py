@@ -35,13 +35,13 @@ def unused_options(config: PreTrainedConfig, options: dict[str, Any]) -> list[st
     return [f"{key}={options[key]!r} has no effect: there are no depth slots." for key in unused]
 
 
-def start_values(config: PreTrainedConfig) -> dict[str, Callable[[], torch.Tensor]]:
+def start_values(config: PreTrainedConfig) -> "dict[str, Callable[[], torch.Tensor]]":
     """The projections that make slots, normally distributed as the rest of a new model; always the same numbers."""
     with torch.device("meta"):
         model = FAMILIES[config.model_type].find_class("ForCausalLM")(config)
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items() if "_depth_kv_proj." in name}
 
-    def make(seed: int, shape: torch.Size) -> torch.Tensor:
+    def make(seed: int, shape: "torch.Size") -> "torch.Tensor":
         generator = torch.Generator().manual_seed(seed)
         return torch.empty(shape).normal_(std=config.initializer_range, generator=generator)
 

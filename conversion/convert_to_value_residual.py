@@ -9,7 +9,6 @@ import torch
 from transformers import PreTrainedConfig
 
 from depthmix.configuration.configuration_value_residual import CONFIGURATIONS
-from depthmix.modeling.modeling_value_residual import ValueMix
 
 from .conversion_target import ConversionTarget
 from .source_layouts import NO_SOFTMAX, common_refusals
@@ -28,8 +27,11 @@ def vanilla_note(config: PreTrainedConfig) -> str:
     return OTHER_FUNCTION
 
 
-def start_values(config: PreTrainedConfig) -> dict[str, Callable[[], torch.Tensor]]:
+def start_values(config: PreTrainedConfig) -> "dict[str, Callable[[], torch.Tensor]]":
     """The weights of every layer but the first, of a model that was just built."""
+    # not at the top: `inspect` needs no torch
+    from depthmix.modeling.modeling_value_residual import ValueMix
+
     weight = ValueMix(config).weight.detach()
     layers = range(1, config.num_hidden_layers)
     return {f"model.layers.{i}.self_attn.value_mix.weight": partial(torch.clone, weight) for i in layers}

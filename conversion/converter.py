@@ -66,6 +66,7 @@ from .reports import (
 from .source_configs import config_errors, read_own
 from .source_layouts import LAYOUTS, SourceLayout, recognise_layout
 from .source_tokenizer import SourceTokenizer, resolve_tokenizer, verify_tokenizer
+from .stock_tensors import has_stock_tensors
 from .tensor_plan import TensorPlan, check_layers, plan_tensors
 from .travelling_files import clean_companions, drop_undeclared
 
@@ -82,7 +83,7 @@ def convert(
     dest: str | os.PathLike,
     *,
     to: str = "depth_attention",
-    dtype: str | torch.dtype | None = None,
+    dtype: "str | torch.dtype | None" = None,
     shard_size: int | str = "5GB",
     push_to_hub: str | None = None,
     private: bool = False,
@@ -177,7 +178,7 @@ def convert(
         )
     code_files = {MANIFEST, *collect_remote_code(AUTO_MAPS[config.model_type])}
     if dtype_code is not None:
-        config.dtype = FLOAT_DTYPES[dtype_code]
+        config.dtype = getattr(torch, FLOAT_DTYPES[dtype_code])
     shards = plan_shards(plan.writes, shard_size)
     companions = _companion_files(folder)
     tokenizer_config = read_json(companions[TOKENIZER_CONFIG_FILE]) if TOKENIZER_CONFIG_FILE in companions else {}
@@ -285,20 +286,22 @@ def inspect_checkpoint(
         folder = locate_checkpoint(path_or_hub_id, revision, token)
     opened = _open_source(folder)
     checkpoint = opened.checkpoint
+    config = opened.config
+    opened = replace(opened, config=_without_dtype(config))
     own_config = read_own(opened.config, checkpoint.folder / CONFIG_FILE)
     stock_config = own_config
     conversions, warnings = {}, list(checkpoint.warnings)
     for target in TARGETS.values():
         try:
-            translated, plan = _plan_conversion(opened, target, {}, None)
+            translated, plan = _plan_conversion(opened, target, {}, None, only_describe=True)
         except ConversionError as error:
             conversions[target.name] = f"no. {error}"
         else:
-            config = translated.config
-            fields = ", ".join(f"{name}={getattr(config, name)!r}" for name in target.options if hasattr(config, name))
+            made = translated.config
+            fields = ", ".join(f"{name}={getattr(made, name)!r}" for name in target.options if hasattr(made, name))
             stock_config = translated.stock_config
             conversions[target.name] = (
-                f"yes, to {config.model_type}, with {fields} unless asked otherwise. {translated.function_note}"
+                f"yes, to {made.model_type}, with {fields} unless asked otherwise. {translated.function_note}"
             )
             warnings += [*translated.warnings, *plan.warnings]
     return CheckpointDescription(
@@ -306,7 +309,7 @@ def inspect_checkpoint(
         kind=opened.layout.title,
         layout=opened.layout.name,
         evidence=opened.evidence,
-        config=opened.config,
+        config=config,
         own_config=own_fields(own_config) if own_config else {},
         num_tensors=len(checkpoint.tensors),
         num_parameters=sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values()),
@@ -338,7 +341,11 @@ def _open_source(folder: Path) -> _OpenedSource:
 
 
 def _plan_conversion(
-    opened: _OpenedSource, target: ConversionTarget, options: dict[str, Any], dtype: str | None
+    opened: _OpenedSource,
+    target: ConversionTarget,
+    options: dict[str, Any],
+    dtype: str | None,
+    only_describe: bool = False,
 ) -> tuple[TranslatedConfig, TensorPlan]:
     layout = opened.layout
     if layout.name not in target.sources:
@@ -360,10 +367,22 @@ def _plan_conversion(
     with config_errors():
         translated = accepted.translate(opened.config, options)
         drop_undeclared(translated.config)
+    # the plan has no remarks then, and nobody asks for its tensors
+    if only_describe and has_stock_tensors(opened.checkpoint, accepted.weight_map, translated.config):
+        return translated, TensorPlan()
     plan = plan_tensors(
         opened.checkpoint, accepted.weight_map, translated.model_class, translated.config, accepted.new_tensors, dtype
     )
     return replace(translated, function_note=plan.function_note or translated.function_note), plan
+
+
+def _without_dtype(config: dict[str, Any]) -> dict[str, Any]:
+    """The content of a config.json without a dtype that is one: the host would load torch for it."""
+    return {
+        key: value
+        for key, value in config.items()
+        if key not in ("dtype", "torch_dtype") or value not in FLOAT_DTYPES.values()
+    }
 
 
 def _get_target(name: str) -> ConversionTarget:
@@ -373,14 +392,14 @@ def _get_target(name: str) -> ConversionTarget:
     raise ConversionError(f"to={name!r}: must be one of {', '.join(TARGETS)}, or a model type of one of these.")
 
 
-def _check_dtype(dtype: str | torch.dtype | None) -> str | None:
+def _check_dtype(dtype: "str | torch.dtype | None") -> str | None:
     """The spelling that safetensors uses."""
     if dtype is None:
         return None
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise ConversionError(f"dtype={name!r}: must be one of {', '.join(DTYPES)}.")
-    return next(code for code, float_dtype in FLOAT_DTYPES.items() if float_dtype is getattr(torch, name))
+    return next(code for code, float_dtype in FLOAT_DTYPES.items() if float_dtype == name)
 
 
 def _check_repo_id(repo_id: str | None) -> None:

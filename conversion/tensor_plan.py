@@ -5,20 +5,22 @@ from collections import Counter
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+from transformers import PreTrainedConfig
 
 from depthmix.configuration.configuration_depth_common import shown
-from depthmix.modeling.mixing_modules import MixingModule
 
 from .checkpoint_io import FLOAT_DTYPES, Checkpoint, TensorWrite, same_values
 from .conversion_target import NewTensorsFn
 from .errors import ConversionError, raise_problems
 from .source_configs import config_errors
 from .weight_maps import WeightMap
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 # of a decoder layer: seven projections and two norms
@@ -44,7 +46,7 @@ class TensorPlan:
 def plan_tensors(
     checkpoint: Checkpoint,
     weight_map: WeightMap,
-    model_class: type[PreTrainedModel],
+    model_class: "type[PreTrainedModel]",
     config: PreTrainedConfig,
     new_tensors: NewTensorsFn,
     dtype: str | None,
@@ -136,9 +138,14 @@ def check_layers(checkpoint: Checkpoint, layers: Any) -> None:
 
 
 def _expected_tensors(
-    model_class: type[PreTrainedModel], config: PreTrainedConfig
+    model_class: "type[PreTrainedModel]", config: PreTrainedConfig
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, str], set[str]]:
     """Shapes by name as a saved model has them, which names are tied to which, and the names that stay in fp32."""
+    # not at the top: they need torch, and `inspect` seldom does
+    from transformers.core_model_loading import revert_weight_conversion
+
+    from depthmix.modeling.mixing_modules import MixingModule
+
     # the attention that needs nothing, whatever is installed: a model that is not run has no use for another
     config = copy(config)
     config._attn_implementation = "eager"
@@ -162,7 +169,7 @@ def _most_common_dtype(checkpoint: Checkpoint) -> str:
     return max(counts, key=counts.get, default="F32")
 
 
-def _where_missing(name: str, model_class: type[PreTrainedModel], checkpoint: Checkpoint) -> str:
+def _where_missing(name: str, model_class: "type[PreTrainedModel]", checkpoint: Checkpoint) -> str:
     files = ", ".join(checkpoint.files[:3]) + (", …" if len(checkpoint.files) > 3 else "")
     if name in model_class._tied_weights_keys:
         return f"is missing (looked in {files}), and config.json does not say that it is tied (tie_word_embeddings)"

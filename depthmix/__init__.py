@@ -2,37 +2,50 @@
 """
 Cross-layer (depth) mixing for Hugging Face Transformers.
 
-Importing this package registers its configurations and models with the Auto classes of transformers, and makes every
-save of them carry the code that is needed to load it without this package.
+With this package imported the Auto classes of transformers know its configurations and models, and every save of them
+carries the code that is needed to load it without this package. Neither transformers nor torch is imported for that
+before they are used.
 
 Each class of a method on a backbone is an attribute here, such as `DepthQwen3ForCausalLM` or `AttnResOlmo2Config`.
 """
 
+from importlib import import_module
 from pkgutil import extend_path
 
 
 # in a checkout, where the folders of the subpackages lie beside this one, they are found in the installed package
 __path__ = extend_path(__path__, __name__)
 
-from depthmix.auto import register
-from depthmix.families import FAMILIES
-from depthmix.optimizer import optimizer_groups as optimizer_groups
+from depthmix.late_registration import register_when_used
 from depthmix.version import __version__ as __version__
 
 
-register()
+register_when_used()
 
 _ENDINGS = ("Config", "PreTrainedModel", "Model", "ForCausalLM", "ForSequenceClassification")
-_CLASSES = {f"{family.prefix}{ending}": (family, ending) for family in FAMILIES.values() for ending in _ENDINGS}
-__all__ = sorted([*_CLASSES, "__version__", "optimizer_groups"])
+_SUBMODULES = ("auto", "configuration", "conversion", "families", "hub", "kernels", "modeling", "optimizer")
 
 
-def __getattr__(name: str) -> type:
-    if name not in _CLASSES:
+def __getattr__(name: str):
+    if name == "optimizer_groups":
+        from depthmix.optimizer import optimizer_groups
+
+        return optimizer_groups
+    if name in _SUBMODULES:
+        return import_module(f"depthmix.{name}")
+    # what the import system and other libraries ask every module for
+    if name.startswith("__") and name != "__all__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    family, ending = _CLASSES[name]
+    from depthmix.families import FAMILIES
+
+    classes = {f"{family.prefix}{ending}": (family, ending) for family in FAMILIES.values() for ending in _ENDINGS}
+    if name == "__all__":
+        return sorted([*classes, "__version__", "optimizer_groups"])
+    if name not in classes:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    family, ending = classes[name]
     return family.find_class(ending)
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return __getattr__("__all__")

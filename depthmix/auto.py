@@ -1,13 +1,12 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """Registration with the Auto classes of transformers."""
 
+import functools
 import logging
+from importlib import import_module
+from typing import Any
 
-import transformers
-from transformers import CONFIG_MAPPING
-
-from depthmix.families import FAMILIES, HEADS
-from depthmix.host_tables import register_past_auto_classes
+from depthmix.families import FAMILIES, HEADS, Family
 from depthmix.hub import refuse_foreign_configurations, refuse_foreign_tensors, ship_remote_code
 
 
@@ -28,13 +27,18 @@ def auto_classes(model_type: str) -> dict[str, type]:
 
 def register() -> None:
     """Makes the Auto classes know this package's models. Doing it again changes nothing."""
-    model_classes: list[type] = []
-    for model_type, auto_map in AUTO_MAPS.items():
-        classes = auto_classes(model_type)
-        config_class = classes.pop("AutoConfig")
+    register_configurations()
+    register_models()
+
+
+def register_configurations() -> None:
+    """The part of [`register`] that does not need torch."""
+    host = import_module("transformers.models.auto.configuration_auto")
+    for model_type, family in FAMILIES.items():
+        config_class = family.find_class("Config")
         # its `get` does not know what was registered
         try:
-            other = CONFIG_MAPPING[model_type]
+            other = host.CONFIG_MAPPING[model_type]
         except KeyError:
             other = config_class
         if not other.__module__.startswith("depthmix."):
@@ -42,11 +46,52 @@ def register() -> None:
                 f"The model type {model_type!r} was that of {other.__module__}.{other.__name__}. After `import "
                 f"depthmix` the Auto classes take it for {config_class.__name__}."
             )
-        transformers.AutoConfig.register(model_type, config_class, exist_ok=True)
-        for auto_class, model_class in classes.items():
-            getattr(transformers, auto_class).register(config_class, model_class, exist_ok=True)
-            refuse_foreign_tensors(model_class)
-        refuse_foreign_configurations(config_class, auto_map)
-        ship_remote_code(config_class, auto_map)
-        model_classes += classes.values()
-    register_past_auto_classes(model_classes)
+        host.AutoConfig.register(model_type, config_class, exist_ok=True)
+
+
+def register_models() -> None:
+    """The other part. The classes are made when they are looked up."""
+    host = import_module("transformers.models.auto.modeling_auto")
+    for auto_class, ending in HEADS.items():
+        mapping = getattr(host, auto_class)._model_mapping
+        if not hasattr(mapping._extra_content, "makes_classes"):
+            mapping._extra_content = _LateClasses(mapping._extra_content)
+        for family in FAMILIES.values():
+            mapping._extra_content[family.find_class("Config")] = functools.partial(family.find_class, ending)
+
+
+class _LateClasses(dict):
+    """What has been registered, by configuration class; a value that is to be made is made when it is looked up."""
+
+    makes_classes = True
+
+    def __getitem__(self, key: type) -> Any:
+        value = super().__getitem__(key)
+        if isinstance(value, functools.partial):
+            self[key] = value = value()
+        return value
+
+    # with it, `dict(self)` asks for every value
+    def __iter__(self):
+        return super().__iter__()
+
+    def get(self, key, default=None):
+        return self[key] if key in self else default  # noqa: SIM401
+
+    def values(self):
+        return [self[key] for key in self]
+
+    def items(self):
+        return [(key, self[key]) for key in self]
+
+
+def prepare_configuration(config_class: type, family: Family) -> None:
+    """What every configuration class of this package does that its code in a saved model does not."""
+    refuse_foreign_configurations(config_class, family.auto_map)
+    ship_remote_code(config_class, family.auto_map)
+
+
+def prepare_models(classes: dict[str, type], family: Family) -> None:
+    """What every model class of this package does that its code in a saved model does not; `classes` are by name."""
+    for ending in HEADS.values():
+        refuse_foreign_tensors(classes[f"{family.prefix}{ending}"])

@@ -57,12 +57,18 @@ def configurations(method: str) -> ConfigurationClasses:
     return found
 
 
+def family_of(classes: ConfigurationClasses, backbone: Backbone) -> Family:
+    """The family that these classes of a method make with a backbone."""
+    method = classes.module.rpartition(".configuration_")[2]
+    return Family(method, backbone, classes.model_type_of(backbone), f"{classes.prefix}{backbone.prefix}")
+
+
 def _families() -> Iterator[Family]:
     for method in METHODS:
         classes = configurations(method)
         for backbone in classes.backbones.values():
             if backbone.is_available:
-                yield Family(method, backbone, classes.model_type_of(backbone), f"{classes.prefix}{backbone.prefix}")
+                yield family_of(classes, backbone)
 
 
 # by model type; families on backbones that the installed transformers does not have are left out

@@ -2,43 +2,11 @@
 """What the host library decides past its Auto classes, and what this package adds there when it is imported."""
 
 import functools
-import importlib.util
-import sys
-from collections.abc import Callable, Sequence
-from functools import partial
-from importlib.abc import MetaPathFinder
+from collections.abc import Callable
 from types import ModuleType
 
+from depthmix.families import FAMILIES, HEADS
 from depthmix.optimizer import mixing_parameters
-
-
-class _AfterImport(MetaPathFinder):
-    """Calls a function with a module once that has been imported. It finds nothing by itself."""
-
-    def __init__(self, module: str, function: Callable[[ModuleType], None]):
-        self.module, self.function = module, function
-
-    def find_spec(self, fullname, path=None, target=None):
-        if fullname != self.module:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        execute = spec.loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            self.function(module)
-
-        spec.loader.exec_module = exec_module
-        return spec
-
-
-def after_import(module: str, function: Callable[[ModuleType], None]) -> None:
-    """Calls `function(module)` now if the module has been imported, or else as soon as it is."""
-    if module in sys.modules:
-        function(sys.modules[module])
-    else:
-        sys.meta_path.insert(0, _AfterImport(module, function))
 
 
 def exempt_from_decay(trainer_module: ModuleType) -> None:
@@ -59,13 +27,16 @@ def exempt_from_decay(trainer_module: ModuleType) -> None:
     trainer_module.Trainer.get_decay_parameter_names = get_decay_parameter_names
 
 
-def show_to_server(manager: ModuleType, model_classes: Sequence[type]) -> None:
+def show_to_server(manager: ModuleType) -> None:
     """Lets the server of `transformers serve` find classes, which it looks up in `transformers` by their names."""
-    for model_class in model_classes:
-        setattr(manager.transformers, model_class.__name__, model_class)
+    for family in FAMILIES.values():
+        for ending in HEADS.values():
+            model_class = family.find_class(ending)
+            setattr(manager.transformers, model_class.__name__, model_class)
 
 
-def register_past_auto_classes(model_classes: Sequence[type]) -> None:
-    """Part of `depthmix.auto.register`; takes all models that have been registered."""
-    after_import("transformers.trainer", exempt_from_decay)
-    after_import("transformers.cli.serving.model_manager", partial(show_to_server, model_classes=model_classes))
+# by the module that is completed when it has been imported
+COMPLETIONS: dict[str, Callable[[ModuleType], None]] = {
+    "transformers.trainer": exempt_from_decay,
+    "transformers.cli.serving.model_manager": show_to_server,
+}

@@ -13,6 +13,9 @@ are an error, find the readers of a slot.
 With gradients elsewhere, and where operations are recorded, as by `torch.compile`, the handle is the slots themselves.
 """
 
+import functools
+import sys
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -350,8 +353,23 @@ def moda_attention_over_stream(
     )
 
 
+def _never_compiled(function: Callable) -> Callable:
+    """`torch.compiler.disable`, which imports the compiler, once there is one: that takes more than a second."""
+    disabled: list[Callable] = []
+
+    @functools.wraps(function)
+    def call(*arguments):
+        if "torch._dynamo" not in sys.modules:
+            return function(*arguments)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))
+        return disabled[0](*arguments)
+
+    return call
+
+
 # The gradients of slots travel outside of autograd, which a compiler would not notice.
-@torch.compiler.disable
+@_never_compiled
 def _attend_to_shared(
     query: Tensor,
     key: Tensor,

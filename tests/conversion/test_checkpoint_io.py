@@ -84,7 +84,7 @@ def assert_same_tensors(source, converted):
 
 
 def write_of(name, tensor):
-    code = next(code for code, dtype in checkpoint_io.FLOAT_DTYPES.items() if dtype is tensor.dtype)
+    code = next(code for code, dtype in checkpoint_io.FLOAT_DTYPES.items() if f"torch.{dtype}" == str(tensor.dtype))
     return TensorWrite.from_function(name, lambda: tensor, code, tuple(tensor.shape))
 
 

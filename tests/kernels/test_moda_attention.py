@@ -683,6 +683,20 @@ class TestStream:
         (outputs[-1] * draw(*outputs[-1].shape, seed=70)).sum().backward()
         assert_close_to({i: tensor.grad for i, tensor in enumerate(layers.leaves)}, expected, 2e-5)
 
+    @needs_triton
+    def test_compiled_layers_read_shared_slots_outside_of_the_compiler(self, monkeypatch):
+        layers = Layers()
+        expected, read, traced = layers.grads("reference"), DepthStream._read, []
+
+        def spy(self, *arguments):
+            traced.append(torch.compiler.is_compiling())
+            return read(self, *arguments)
+
+        monkeypatch.setattr(DepthStream, "_read", spy)
+        layers.layer = torch.compile(layers.layer, backend="eager")
+        assert_close_to(layers.grads("triton"), expected, 2e-5)
+        assert layers.stream.is_shared and traced and not any(traced)
+
     @pytest.mark.parametrize("impl", IMPLS)
     def test_without_gradients(self, impl):
         layers = Layers()
