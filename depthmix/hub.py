@@ -61,11 +61,9 @@ def collect_remote_code(auto_map: dict[str, str]) -> dict[str, str]:
         module = pending.pop()
         if f"{module}.py" in files:
             continue
-        code = _ACROSS_FOLDERS.sub(r"from .\1 import", _module_path(module).read_text(encoding="utf-8"))
-        if statement := _NOT_FLAT.search(code):
-            raise ImportError(f"{module}.py: `{statement[0].strip()}` cannot be part of a saved model's code.")
+        code, siblings = _flat_module(_module_path(module))
         files[f"{module}.py"] = code
-        pending += _SIBLING.findall(code)
+        pending += siblings
     if "AutoConfig" in auto_map:
         files[f"{auto_map['AutoConfig'].split('.')[0]}.py"] += _naming_of_models(auto_map)
     return dict(sorted(files.items()))
@@ -292,6 +290,17 @@ def _foreign_code(
     return f"{str(foreign)[:200]!r}" if is_foreign else None
 
 
+# these two are asked for every module of every family whenever a model is saved or converted
+@functools.cache
+def _flat_module(path: Path) -> tuple[str, list[str]]:
+    """The code of a module as a flat file, and the names of the modules that it imports."""
+    code = _ACROSS_FOLDERS.sub(r"from .\1 import", path.read_text(encoding="utf-8"))
+    if statement := _NOT_FLAT.search(code):
+        raise ImportError(f"{path.name}: `{statement[0].strip()}` cannot be part of a saved model's code.")
+    return code, _SIBLING.findall(code)
+
+
+@functools.cache
 def _module_path(module: str) -> Path:
     for folder in BUNDLED_FOLDERS:
         spec = find_spec(f"depthmix.{folder}.{module}")
