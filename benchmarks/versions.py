@@ -195,7 +195,7 @@ def compare(workers: dict[str, list[Worker]], case: str, size: str, model: str, 
     )
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.versions", description=__doc__.strip().splitlines()[0])
     parser.add_argument("before", type=Path, help="checkout of the other version")
     parser.add_argument(
@@ -206,7 +206,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after these no further case is begun")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"), help="folder for the CSV file")
     parser.add_argument("--name", default="versions", help="name of the CSV file")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     cases = [case.split(":") for case in arguments.cases]
     if not (arguments.before / "setup.cfg").exists():
         parser.error(f"{arguments.before} is no checkout: it has no setup.cfg")

@@ -51,6 +51,9 @@ from faster_interpreter import do_repeated_work_once
 do_repeated_work_once()
 logging.disable_progress_bar()
 
+# what is written outlasts the tests without waiting for the disk at every file; a bad descriptor still is an error
+os.fsync = os.fstat
+
 # a wide initialisation keeps the mixing awake: with the usual 0.02 the depth scores are nearly equal and a wrong key
 # or a wrong head would go unnoticed
 TINY = {

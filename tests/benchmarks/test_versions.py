@@ -2,6 +2,7 @@
 """`python -m benchmarks.versions`, with this checkout as both versions, at a size that runs anywhere."""
 
 import csv
+import importlib
 import shutil
 import subprocess
 import sys
@@ -11,11 +12,6 @@ import pytest
 
 
 ROOT = Path(__file__).parents[2]
-
-
-def run(*arguments):
-    command = [sys.executable, "-m", "benchmarks.versions", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
 @pytest.fixture
@@ -38,7 +34,8 @@ def slower_version(tmp_path):
 def test_two_versions(slower_version, tmp_path):
     cases = ("train_step:tiny:Depth-Attention", "train_step:tiny:AttnRes", "train_step:tiny:mHC")
     options = ("--rounds", 2, "--processes", 1, "--output", tmp_path)
-    result = run(slower_version, *cases, *options)
+    command = [sys.executable, "-m", "benchmarks.versions", slower_version, *cases, *map(str, options)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     # each version ran its own code: a fault of one is reported, and ends the run, with what was measured kept
     assert result.returncode == 1, result.stderr
     assert "attnres_variant" in result.stdout
@@ -51,11 +48,17 @@ def test_two_versions(slower_version, tmp_path):
     assert float(row["ratio"]) == pytest.approx(float(row["after"]) / float(row["before"]), rel=2e-3)
 
 
-def test_what_cannot_be_compared_is_said(tmp_path):
-    result = run(tmp_path, "train_step:tiny:AttnRes")
-    assert result.returncode == 2 and f"{tmp_path} is no checkout" in result.stderr
-    result = run(ROOT, "train_step:tiny:AttnRes", "--rounds", 9)
-    assert result.returncode == 2 and "--rounds 9" in result.stderr
+def test_what_cannot_be_compared_is_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT)
+    versions = importlib.import_module("benchmarks.versions")
+
+    def refused(*arguments):
+        with pytest.raises(SystemExit) as end:
+            versions.main([str(argument) for argument in arguments])
+        assert end.value.code == 2
+        return capsys.readouterr().err
+
+    assert f"{tmp_path} is no checkout" in refused(tmp_path, "train_step:tiny:AttnRes")
+    assert "--rounds 9" in refused(ROOT, "train_step:tiny:AttnRes", "--rounds", 9)
     for case in ("train:tiny:AttnRes", "train_step:AttnRes", "train_step:huge:AttnRes", "train_step:tiny:Attn"):
-        result = run(ROOT, case)
-        assert result.returncode == 2 and f"no such case: {case}" in result.stderr
+        assert f"no such case: {case}" in refused(ROOT, case)

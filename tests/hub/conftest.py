@@ -6,6 +6,7 @@ import functools
 import inspect
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -98,7 +99,7 @@ def site_folders(python: str) -> str:
     return os.pathsep.join(path for path in paths if Path(path).name in ("site-packages", "dist-packages"))
 
 
-def start_runner(python: str, home: Path, blocked=()) -> subprocess.Popen:
+def start_runner(python: str, home: Path, blocked: tuple[str, ...]) -> subprocess.Popen:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "HF_"))}
     environment |= {
         "PYTHONPATH": site_folders(python),
@@ -114,14 +115,20 @@ def start_runner(python: str, home: Path, blocked=()) -> subprocess.Popen:
 
 
 @pytest.fixture(scope="session")
-def runner(tmp_path_factory):
-    """`runner(python)` gives the process of this interpreter that blocks nothing; it starts once."""
+def hub_home(tmp_path_factory):
+    """Where all processes that run without depthmix look for what was downloaded."""
+    return tmp_path_factory.mktemp("runner") / "huggingface"
+
+
+@pytest.fixture(scope="session")
+def runner(hub_home):
+    """`runner(python, blocked)` gives the process of this interpreter that blocks these packages; it starts once."""
     started = {}
 
-    def runner(python):
-        if python not in started:
-            started[python] = start_runner(python, tmp_path_factory.mktemp("runner") / "huggingface")
-        return started[python]
+    def runner(python, blocked):
+        if (python, blocked) not in started:
+            started[python, blocked] = start_runner(python, hub_home, blocked)
+        return started[python, blocked]
 
     yield runner
     for process in started.values():
@@ -129,29 +136,27 @@ def runner(tmp_path_factory):
 
 
 @pytest.fixture
-def clean_python(request, runner, tmp_path_factory):
+def clean_python(request, runner, hub_home, tmp_path_factory):
     """
     `clean_python(function, *arguments, blocked=())` calls a function of the test's module in a process without
     depthmix, and returns what it returns (tensors, strings, numbers, lists). The test runs for this environment and
-    for that of `--peer-python`. Where packages are `blocked`, which cannot be imported then, `clean_python.cache` is
-    the Hub's cache.
+    for that of `--peer-python`. Packages that are `blocked` cannot be imported there. `clean_python.cache` is the
+    Hub's cache of these processes, which is empty when the test begins.
     """
     folder = tmp_path_factory.mktemp("clean")
+    shutil.rmtree(hub_home, ignore_errors=True)
 
     def clean_python(function, *arguments, blocked=()):
         torch.save(arguments, folder / "arguments")
         (folder / "log").write_text("")
+        process = runner(request.param, tuple(blocked))
         call = json.dumps([inspect.getsourcefile(function), function.__name__, str(folder)])
-        if blocked:
-            status, _ = start_runner(request.param, folder / "huggingface", blocked).communicate(f"{call}\n")
-        else:
-            process = runner(request.param)
-            print(call, file=process.stdin, flush=True)
-            status = process.stdout.readline()
+        print(call, file=process.stdin, flush=True)
+        status = process.stdout.readline()
         assert status == "0\n", (folder / "log").read_text()
         return torch.load(folder / "result")
 
-    clean_python.cache = folder / "huggingface" / "hub"
+    clean_python.cache = hub_home / "hub"
     return clean_python
 
 

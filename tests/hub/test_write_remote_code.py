@@ -240,7 +240,7 @@ def test_command_keeps_what_the_user_maps(tiny, tmp_path, capsys):
     assert (tmp_path / "config.json").read_bytes() == saved
 
 
-def test_command_adds_code(build, assert_complete, tmp_path):
+def test_command_adds_code(build, assert_complete, tmp_path, capsys):
     model = build()
     model.save_pretrained(tmp_path)
     saved = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
@@ -250,13 +250,22 @@ def test_command_adds_code(build, assert_complete, tmp_path):
     del config["auto_map"]
     (tmp_path / "config.json").write_text(json.dumps(config))
 
-    run = subprocess.run(
-        [sys.executable, "-m", "depthmix", "bundle", tmp_path], capture_output=True, text=True, check=True
-    )
+    main(["bundle", str(tmp_path)])
 
-    assert run.stdout.split() == sorted(name for name in saved if name.endswith(".py"))
+    assert capsys.readouterr().out.split() == sorted(name for name in saved if name.endswith(".py"))
     assert_complete(tmp_path)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == saved
+
+
+@pytest.mark.once
+def test_command_as_a_process(tiny, tmp_path):
+    DepthQwen3Config(**tiny).save_pretrained(tmp_path)
+    code = sorted(file.name for file in tmp_path.glob("*.py"))
+    for name in code:
+        (tmp_path / name).unlink()
+    command = [sys.executable, "-m", "depthmix", "bundle", tmp_path]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() == code
+    assert sorted(file.name for file in tmp_path.glob("*.py")) == code
 
 
 @pytest.mark.parametrize(
