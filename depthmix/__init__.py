@@ -16,6 +16,7 @@ __path__ = extend_path(__path__, __name__)
 
 from depthmix.auto import register
 from depthmix.families import FAMILIES
+from depthmix.liger import apply_liger_kernel as apply_liger_kernel
 from depthmix.optimizer import optimizer_groups as optimizer_groups
 from depthmix.version import __version__ as __version__
 
@@ -24,7 +25,7 @@ register()
 
 _ENDINGS = ("Config", "PreTrainedModel", "Model", "ForCausalLM", "ForSequenceClassification")
 _CLASSES = {f"{family.prefix}{ending}": (family, ending) for family in FAMILIES.values() for ending in _ENDINGS}
-__all__ = sorted([*_CLASSES, "__version__", "optimizer_groups"])
+__all__ = sorted([*_CLASSES, "__version__", "apply_liger_kernel", "optimizer_groups"])
 
 
 def __getattr__(name: str) -> type:

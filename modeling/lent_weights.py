@@ -203,9 +203,12 @@ def lent_linear(linear: nn.Module, hidden_states: torch.Tensor) -> tuple[torch.T
     if the map must be called: where anything else happens then, where its parameters are sharded or elsewhere, and
     where the call would be an error.
     """
-    if not (calls_its_forward(linear, nn.Linear) and has_local_weight(linear) and linear.weight.numel()):
+    if not (calls_its_forward(linear, nn.Linear) and has_local_weight(linear)):
         return None
-    weight, bias = linear.weight, linear.bias
+    weight: torch.Tensor = linear.weight  # type: ignore[assignment]
+    bias: torch.Tensor | None = linear.bias  # type: ignore[assignment]
+    if not weight.numel():
+        return None
     if bias is not None and type(bias) not in (*PLAIN_TENSORS, FakeTensor):
         return None
     dtype = autocast_dtype(hidden_states)

@@ -46,9 +46,9 @@ def gated_linear(
     gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None = None, *, impl: str = "auto"
 ) -> Tensor:
     r"""
-    The linear map \\(W (\mathrm{silu}(g) \odot u) + b\\) with which a gated feed-forward network ends. Its backward
-    needs the product for the gradient of the weight. The kernel writes it again there, beside the gradients of gate
-    and up, so that it takes no memory between forward and backward.
+    The linear map \\(W (\mathrm{silu}(g) \odot u) + b\\) with which a gated feed-forward network (SwiGLU,
+    arXiv 2002.05202) ends. Its backward needs the product for the gradient of the weight. The kernel writes it again
+    there, beside the gradients of gate and up, so that it takes no memory between forward and backward.
 
     Args:
         gate, up (`torch.Tensor` of shape `[..., C]`):
