@@ -17,6 +17,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 from .configuration_depth_common import DepthMixingFields
+from .liger_entry import enter_into_liger
 
 
 # the norms of a decoder layer: before and after its attention, before and after its feed-forward network
@@ -250,6 +251,7 @@ class ConfigurationClasses:
             "base_model_pp_plan": None,
         }
         made: type[PreTrainedConfig] = strict(type(f"{base}Config", (mixin, stock), members))
+        enter_into_liger(made.model_type)
         return made
 
 

@@ -23,14 +23,13 @@ from depthmix.version import __version__ as __version__
 register_when_used()
 
 _ENDINGS = ("Config", "PreTrainedModel", "Model", "ForCausalLM", "ForSequenceClassification")
+_FUNCTIONS = {"apply_liger_kernel": "depthmix.liger", "optimizer_groups": "depthmix.optimizer"}
 _SUBMODULES = ("auto", "configuration", "conversion", "families", "hub", "kernels", "modeling", "optimizer")
 
 
 def __getattr__(name: str):
-    if name == "optimizer_groups":
-        from depthmix.optimizer import optimizer_groups
-
-        return optimizer_groups
+    if name in _FUNCTIONS:
+        return getattr(import_module(_FUNCTIONS[name]), name)
     if name in _SUBMODULES:
         return import_module(f"depthmix.{name}")
     # what the import system and other libraries ask every module for
@@ -40,7 +39,7 @@ def __getattr__(name: str):
 
     classes = {f"{family.prefix}{ending}": (family, ending) for family in FAMILIES.values() for ending in _ENDINGS}
     if name == "__all__":
-        return sorted([*classes, "__version__", "optimizer_groups"])
+        return sorted([*classes, *_FUNCTIONS, "__version__"])
     if name not in classes:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     family, ending = classes[name]

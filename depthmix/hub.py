@@ -21,7 +21,6 @@ import shutil
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import MethodType
@@ -69,7 +68,7 @@ def collect_remote_code(auto_map: dict[str, str]) -> dict[str, str]:
     return dict(sorted(files.items()))
 
 
-@cache
+@functools.cache
 def _flat_code(path: Path) -> tuple[str, list[str]]:
     """A module's code as it stands in a saved model's folder, and the modules beside it that it imports."""
     code = _ACROSS_FOLDERS.sub(r"from .\1 import", path.read_text(encoding="utf-8"))
@@ -299,7 +298,7 @@ def _foreign_code(
     return f"{str(foreign)[:200]!r}" if is_foreign else None
 
 
-@cache
+@functools.cache
 def _module_path(module: str) -> Path:
     for folder in BUNDLED_FOLDERS:
         spec = find_spec(f"depthmix.{folder}.{module}")

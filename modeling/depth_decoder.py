@@ -10,6 +10,7 @@ activation checkpointing, offloading and FSDP see tensors only; they copy or det
 """
 
 import functools
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,12 +38,22 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from depthmix.configuration.depth_backbones import Backbone, ConfigurationClasses
+from depthmix.configuration.liger_entry import check_liger_options, enter_into_liger, options_of_new_models
 
 from .decoder_layers import DecoderLayer, DepthRotaryEmbedding
+from .lean_loss import (
+    can_be_lean,
+    lean_causal_lm_loss,
+    liger_causal_lm_loss,
+    liger_function,
+    skips_logits,
+)
 from .lent_weights import DepthRMSNorm, apply_norm
 from .prompt_chunks import cuts_long_prompts
 from .transformers_versions import HOST_CACHE_NAME, accepts_both_cache_names, slice_logits_to_keep
 
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     # in every class that is made the stock base class follows, on which these rely
@@ -330,6 +341,8 @@ class DepthCausalLM(Base):
     model_class: ClassVar[type[PreTrainedModel]]
     # of a backbone with experts whose head adds their auxiliary loss
     load_balancing_loss: ClassVar[Callable | None] = None
+    # whether the loss in training is computed without all logits in memory, which are then not returned
+    fused_linear_cross_entropy: bool = False
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -342,6 +355,10 @@ class DepthCausalLM(Base):
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+        # that of a user's subclass of the configuration is known from here on
+        enter_into_liger(config.model_type)
+        if options := options_of_new_models(config.model_type):
+            self.apply_liger_kernel(**options)
 
     @accepts_both_cache_names
     @can_return_tuple
@@ -355,25 +372,37 @@ class DepthCausalLM(Base):
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        skip_logits: bool | None = None,
         **kwargs,
     ) -> DepthCausalLMOutputWithPast:
         """
         Args:
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, kwargs:
-                What the forward of the base model takes. `num_items_in_batch` and other keywords are for the loss.
+                What the forward of the base model takes. `num_items_in_batch`, `shift_labels` (labels that are shifted
+                already, to be used instead) and other keywords are for the loss.
             labels (`torch.LongTensor` of shape `[B, T]`, *optional*):
                 The token at each place, as in `input_ids`, or -100 where it does not count. They are shifted here.
             logits_to_keep (`int` or `torch.Tensor` of whole numbers, *optional*, defaults to 0):
                 For how many of the last tokens, or for which ones, to compute logits; 0 is for all.
+            skip_logits (`bool`, *optional*):
+                Whether to compute the loss without all logits in memory, and return none. Left out, it is done in
+                training, given labels, after [`apply_liger_kernel`](depthmix.apply_liger_kernel).
 
         Returns:
             [`DepthCausalLMOutputWithPast`], whose `logits` are `[B, T or fewer, vocab_size]`, in the dtype of the
-            head. With `labels` there is a `loss`, fp32, which includes the auxiliary loss of experts if router logits
-            are returned.
+            head, or None if they are skipped. With `labels` there is a `loss`, fp32, which includes the auxiliary loss
+            of experts if router logits are returned.
 
         Raises:
             `ValueError`, `RuntimeError`: where the base model does.
+            `ValueError`: if logits shall be skipped without labels, or for labels or options of a loss without logits
+                that do not fit.
         """
+        shift_labels = kwargs.pop("shift_labels", None)
+        has_labels = labels is not None or shift_labels is not None
+        without_logits = skips_logits(
+            skip_logits, self.training and self.fused_linear_cross_entropy, has_labels, kwargs
+        )
         load_balancing_loss = type(self).load_balancing_loss
         if load_balancing_loss is not None and kwargs.get("output_router_logits") is None:
             kwargs["output_router_logits"] = self.config.output_router_logits
@@ -386,10 +415,22 @@ class DepthCausalLM(Base):
             **{HOST_CACHE_NAME: past_key_values},
             **kwargs,
         )
-        logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
-        loss = aux_loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        kept = slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)
+        logits = loss = aux_loss = None
+        if without_logits and can_be_lean(self.loss_function):
+            with_liger = self.fused_linear_cross_entropy
+            loss = lean_causal_lm_loss(
+                self.lm_head, kept, labels, shift_labels=shift_labels, with_liger=with_liger, **kwargs
+            )
+        else:
+            logits = self.lm_head(kept)
+            if has_labels:
+                shifted = {} if shift_labels is None else {"shift_labels": shift_labels.contiguous()}
+                loss = self.loss_function(
+                    logits=logits, labels=labels, vocab_size=self.config.vocab_size, **shifted, **kwargs
+                )
+            if without_logits:
+                logits = None
         if load_balancing_loss is not None and kwargs["output_router_logits"]:
             aux_loss = load_balancing_loss(
                 outputs.router_logits, self.config.num_experts, self.config.num_experts_per_tok, attention_mask
@@ -406,6 +447,36 @@ class DepthCausalLM(Base):
             depth_weights=outputs.get("depth_weights"),
             **{HOST_CACHE_NAME: outputs.get(HOST_CACHE_NAME)},
         )
+
+    def apply_liger_kernel(
+        self,
+        rope: bool = True,
+        cross_entropy: bool = False,
+        fused_linear_cross_entropy: bool = True,
+        rms_norm: bool = True,
+        swiglu: bool = True,
+    ) -> dict[str, str]:
+        """As that of all models; here it also sets how the loss is computed."""
+        check_liger_options(cross_entropy, fused_linear_cross_entropy)
+        loss = "all logits"
+        if cross_entropy:
+            if liger_function("liger_cross_entropy") is None:
+                raise ImportError("cross_entropy=True needs liger-kernel: pip install depthmix[liger]")
+            self.loss_function, loss = liger_causal_lm_loss, "all logits, liger-kernel"
+        elif getattr(self, "_loss_function", None) is liger_causal_lm_loss:
+            del self._loss_function
+        self.fused_linear_cross_entropy = fused_linear_cross_entropy
+        if fused_linear_cross_entropy:
+            has_liger = liger_function("liger_fused_linear_cross_entropy") is not None
+            loss = "without logits, " + ("liger-kernel on a GPU" if has_liger else "depthmix")
+        return log_choice(self, loss)
+
+
+def log_choice(model: nn.Module, loss: str) -> dict[str, str]:
+    """What does the work of each of liger-kernel's operations; it is logged, too."""
+    choice = dict.fromkeys(("rope", "rms_norm", "swiglu"), "depthmix") | {"loss": loss}
+    logger.info(f"{type(model).__name__}: {', '.join(f'{name}: {who}' for name, who in choice.items())}.")
+    return choice
 
 
 class DepthSequenceClassification(GenericForSequenceClassification, Base):
@@ -456,6 +527,23 @@ class DepthPreTrainedModel(Base):
     """What all models of a method have in common, before the stock base class of the backbone."""
 
     _pp_plan = None
+
+    def apply_liger_kernel(
+        self,
+        rope: bool = True,
+        cross_entropy: bool = False,
+        fused_linear_cross_entropy: bool = True,
+        rms_norm: bool = True,
+        swiglu: bool = True,
+    ) -> dict[str, str]:
+        """
+        What `TrainingArguments(use_liger_kernel=True)` calls; [`depthmix.apply_liger_kernel`] describes it. A base
+        model has no loss, and a classifier keeps its own, so here nothing changes.
+        """
+        check_liger_options(cross_entropy, fused_linear_cross_entropy)
+        if cross_entropy:
+            raise ValueError(f"cross_entropy=True: {type(self).__name__} has no loss over a vocabulary.")
+        return log_choice(self, "as before")
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):

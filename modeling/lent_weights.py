@@ -13,6 +13,7 @@ from typing import TypeGuard, TypeVar
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from transformers.activations import SiLUActivation
 
 from depthmix.kernels.depth_dispatch import (
     PLAIN_TENSORS,
@@ -21,6 +22,7 @@ from depthmix.kernels.depth_dispatch import (
     use_triton,
 )
 from depthmix.kernels.depth_precision import autocast_dtype
+from depthmix.kernels.gated_linear_op import gated_linear, gated_product
 from depthmix.kernels.shared_input_linear_op import shared_input_linear
 
 
@@ -160,10 +162,60 @@ def apply_mlp(
     mlp: nn.Module, hidden_states: torch.Tensor, impl: str, beside: Sequence[nn.Module] = ()
 ) -> tuple[torch.Tensor, ...]:
     """The gated network's output `[B, T, hidden]`, and linear maps of its input, which are computed beside its own."""
-    if in_compiled_decoding(hidden_states) and isinstance(mlp, DepthMLP) and calls_its_forward(mlp, DepthMLP):
-        gate, up, *others = apply_linears((mlp.gate_proj, mlp.up_proj, *beside), hidden_states, impl)
-        return *apply_linears((mlp.down_proj,), mlp.act_fn(gate) * up, impl), *others
+    if isinstance(mlp, DepthMLP) and calls_its_forward(mlp, DepthMLP):
+        if in_compiled_decoding(hidden_states):
+            gate, up, *others = apply_linears((mlp.gate_proj, mlp.up_proj, *beside), hidden_states, impl)
+            return *apply_linears((mlp.down_proj,), mlp.act_fn(gate) * up, impl), *others
+        if fuses_gate(mlp, hidden_states, impl):
+            gate, up = mlp.gate_proj(hidden_states), mlp.up_proj(hidden_states)
+            return gated_update(mlp, gate, up, impl), *apply_linears(beside, hidden_states, impl)
     return mlp(hidden_states), *apply_linears(beside, hidden_states, impl)
+
+
+def fuses_gate(mlp: DepthMLP, hidden_states: torch.Tensor, impl: str) -> bool:
+    """
+    Whether the gated activation of this network is one operation of ours. A compiler fuses it by itself, and for
+    single tokens that need no gradient the operation would cost more time on the host than it saves.
+    """
+    return (
+        impl != "reference"
+        and not torch.compiler.is_compiling()
+        and (hidden_states.shape[-2] > 1 or (torch.is_grad_enabled() and hidden_states.requires_grad))
+        and calls_its_forward(mlp.act_fn, nn.SiLU, SiLUActivation)
+        and use_triton(impl, "gated_product", triton_obstacle((hidden_states,)))
+    )
+
+
+def gated_update(mlp: DepthMLP, gate: torch.Tensor, up: torch.Tensor, impl: str) -> torch.Tensor:
+    """The network's output from what its first two maps have given: the last map is taken along if it lends itself."""
+    if gate.dtype is not up.dtype or triton_obstacle((gate, up)) is not None:
+        # adapters, quantised maps and sharding return what they like
+        return mlp.down_proj(mlp.act_fn(gate) * up)
+    weights = lent_linear(mlp.down_proj, gate)
+    if weights is None or triton_obstacle((gate, *weights)) is not None:
+        return mlp.down_proj(gated_product(gate, up, impl=impl))
+    return gated_linear(gate, up, *weights, impl=impl)
+
+
+def lent_linear(linear: nn.Module, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """
+    Weight and bias of a linear map as calling it with these hidden states would use them, cast as autocast casts. None
+    if the map must be called: where anything else happens then, where its parameters are sharded or elsewhere, and
+    where the call would be an error.
+    """
+    if not (calls_its_forward(linear, nn.Linear) and has_local_weight(linear)):
+        return None
+    weight: torch.Tensor = linear.weight  # type: ignore[assignment]
+    bias: torch.Tensor | None = linear.bias  # type: ignore[assignment]
+    if not weight.numel():
+        return None
+    if bias is not None and type(bias) not in (*PLAIN_TENSORS, FakeTensor):
+        return None
+    dtype = autocast_dtype(hidden_states)
+    if dtype is not None:
+        weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+    dtypes = {x.dtype for x in (hidden_states, weight, bias) if x is not None}
+    return (weight, bias) if len(dtypes) == 1 else None
 
 
 def is_bare(module: nn.Module, module_class: type[M], *parameters: str) -> TypeGuard[M]:

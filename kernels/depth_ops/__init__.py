@@ -4,6 +4,7 @@
 from .attn_res_op import attn_res, attn_res_phase_1, attn_res_phase_2, attn_res_weights
 from .depth_average_op import depth_average
 from .depth_value_mix_op import depth_value_mix, depth_value_weights
+from .gated_linear_op import gated_linear, gated_product
 from .hyper_connection_op import hyper_connection_read, hyper_connection_write, stream_readout
 from .moda_attention_op import moda_attention, moda_attention_weights
 from .moda_stream import DepthStream, moda_attention_over_stream
@@ -20,6 +21,8 @@ __all__ = [
     "depth_average",
     "depth_value_mix",
     "depth_value_weights",
+    "gated_linear",
+    "gated_product",
     "hyper_connection_read",
     "hyper_connection_write",
     "moda_attention",

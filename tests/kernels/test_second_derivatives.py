@@ -17,6 +17,8 @@ from depthmix.kernels import (
     attn_res_phase_2,
     depth_average,
     depth_value_mix,
+    gated_linear,
+    gated_product,
     hyper_connection_read,
     hyper_connection_write,
     moda_attention,
@@ -99,6 +101,8 @@ CASES = {
     "attn_res_phase_2 without update": (phase_2_without_update, [ROWS, ROWS[:-1], ROWS, (4,)]),
     "both phases of attn_res": (both_phases, [*[ROWS] * 4, (4,), (4,)]),
     "depth_average": (lambda impl, *x: [depth_average(x[:-1], x[-1], impl=impl)], [ROWS, ROWS, (2,)]),
+    "gated_product": (lambda impl, *x: [gated_product(*x, impl=impl)], [ROWS, ROWS]),
+    "gated_linear": (lambda impl, *x: [gated_linear(*x, impl=impl)], [ROWS, ROWS, (5, 4), (5,)]),
     "hyper_connection_read": (
         read,
         [(3, 2, 4), (8,), (8, 8), *[(1,)] * 3, (2,), (2,), (2, 2)],

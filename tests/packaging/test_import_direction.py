@@ -30,7 +30,7 @@ SOURCES = {
 ALLOWED = {
     "configuration": {"huggingface_hub", "transformers"},
     "kernels": {"torch", "triton"},
-    "modeling": {"depthmix.configuration", "depthmix.kernels", "torch", "transformers"},
+    "modeling": {"depthmix.configuration", "depthmix.kernels", "liger_kernel", "torch", "transformers"},
     "conversion": {
         "depthmix.auto",
         "depthmix.configuration",
