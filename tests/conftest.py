@@ -119,9 +119,10 @@ FAMILIES = {
         count_sources=lambda args, kwargs: len(kwargs["source_values"]),
         patterns={
             "stride_1": {"depth_stride": 1},
-            "stride_2": {"depth_stride": 2},
+            "gated": {"depth_stride": 2, "depth_gate": True},
             "window": {"depth_stride": 3, "depth_window": 2},
         },
+        own_modules=("depth_gate",),
     ),
     "attnres": Family(
         head=AttnResForCausalLM,

@@ -40,8 +40,8 @@ def depth_value_mix(
         scaling (`float`, *optional*):
             Factor of the scores, `d ** -0.5` by default.
         gate (`torch.Tensor` of shape `[Hkv]`, *optional*):
-            How much of the mix counts: with the gate \\(g\\) the result is \\(g u + (1 - g) v_{N-1}\\), the layer's own
-            value for 0 and the whole mix for 1, bit for bit. Other numbers, negative ones too, are as good.
+            By how much the mix counts: with the gate \\(g\\) the result is \\(g u + (1 - g) v_{N-1}\\): for 0 the
+            layer's own value and for 1 the whole mix, bit for bit. Other numbers, negative ones too, are as good.
         impl (`str`, *optional*, defaults to `"auto"`):
             `"reference"` is pure PyTorch and runs anywhere. `"triton"` is one fused kernel, for fp16, bf16 and fp32 on
             a GPU and head dims up to 256, whose gradients cannot be differentiated again. `"auto"` is the kernel where
