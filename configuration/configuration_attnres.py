@@ -21,6 +21,11 @@ class AttnResFields(DepthMixingFields):
             and every earlier sub-layer's output, which are blocks of one. `"cumulative"` (the AttnRes-3B weights
             released with arXiv 2606.05014): the embedding, the whole residual stream as it was after each finished
             block, and the stream as it is.
+        attnres_routing (`str`, *optional*, defaults to `"replace"`):
+            `"replace"` is the paper's: a sub-layer reads the mix. With `"additive"` it reads the ordinary residual
+            stream, plus what the mix of the sources has beyond their mean (after arXiv 2605.18855, whose mix is not
+            centred). At queries of zero nothing is added, so the model is the vanilla decoder with all variants and on
+            all backbones, bit for bit; the final norm reads the stream.
         attnres_block_size (`int`, *optional*):
             Number of **sub-layers** in a block; the last block may be shorter. `None` stands for 8 blocks (for 1 where
             the variant is `"full"`) and is replaced by that number on construction.
@@ -28,11 +33,12 @@ class AttnResFields(DepthMixingFields):
             Whether each mix has a learned number that is added to the logit of its last source.
         attnres_recency_bias_init (`float`, *optional*):
             What this number starts at. `None` stands for 3.0 with the variant `"cumulative"`, as in its release, and
-            for 0.0 with the others.
+            for 0.0 with the others and with additive routing.
         attnres_scale (`str`, *optional*, defaults to `"mean"`):
             `"mean"` is the paper's weighted average. `"sum"` multiplies it by the number of sources: with
             pseudo-queries of zero, at which they start, the model then is the vanilla decoder. On backbones whose
-            sub-layers read the stream without a norm (OLMo2, OLMo3), the two differ from the start.
+            sub-layers read the stream without a norm (OLMo2, OLMo3), the two differ from the start. With additive
+            routing it is the factor of what is added.
         output_depth_weights (`bool`, *optional*, defaults to `False`):
             Whether the model returns the weights of the mixing by default.
 
@@ -46,6 +52,9 @@ class AttnResFields(DepthMixingFields):
 
     attnres_variant: Literal["block", "full", "cumulative"] = field(
         default="block", metadata={"help": "what the sources are"}
+    )
+    attnres_routing: Literal["replace", "additive"] = field(
+        default="replace", metadata={"help": "whether a mix replaces the residual stream or is added to it"}
     )
     attnres_block_size: int | None = field(default=None, metadata={"help": "number of sub-layers in a block"})
     attnres_recency_bias: bool = field(
@@ -101,7 +110,7 @@ class AttnResFields(DepthMixingFields):
         """What the recency biases of a new model start at."""
         if self.attnres_recency_bias_init is not None:
             return float(self.attnres_recency_bias_init)
-        return 3.0 if self.attnres_variant == "cumulative" else 0.0
+        return 3.0 if self.attnres_variant == "cumulative" and self.attnres_routing == "replace" else 0.0
 
     @property
     def num_finished_sources(self) -> tuple[int, ...]:

@@ -129,10 +129,11 @@ FAMILIES = {
         classifier=AttnResForSequenceClassification,
         vanilla=Qwen3ForCausalLM,
         reader=lambda layer: layer.mlp_mixer,
-        count_sources=lambda args, kwargs: len(args[2]),
+        count_sources=lambda args, kwargs: len(next(each for each in args if isinstance(each, tuple))),
         patterns={
             "full": {"attnres_variant": "full"},
             "block_4": {"attnres_block_size": 4},
+            "additive": {"attnres_block_size": 3, "attnres_routing": "additive", "attnres_recency_bias": True},
             "block_3": {"attnres_block_size": 3, "attnres_scale": "sum", "attnres_recency_bias": True},
             "cumulative": {"attnres_variant": "cumulative", "attnres_block_size": 4, "attnres_recency_bias": True},
         },
