@@ -21,11 +21,6 @@ class AttnResFields(DepthMixingFields):
             and every earlier sub-layer's output, which are blocks of one. `"cumulative"` (the AttnRes-3B weights
             released with arXiv 2606.05014): the embedding, the whole residual stream as it was after each finished
             block, and the stream as it is.
-        attnres_routing (`str`, *optional*, defaults to `"replace"`):
-            `"replace"` is the paper's: a sub-layer reads the mix. With `"additive"` it reads the ordinary residual
-            stream, plus what the mix of the sources has beyond their mean (after arXiv 2605.18855, whose mix is not
-            centred). At queries of zero nothing is added, so the model is the vanilla decoder with all variants and on
-            all backbones, bit for bit; the final norm reads the stream.
         attnres_block_size (`int`, *optional*):
             Number of **sub-layers** in a block; the last block may be shorter. `None` stands for 8 blocks (for 1 where
             the variant is `"full"`) and is replaced by that number on construction.
@@ -39,6 +34,11 @@ class AttnResFields(DepthMixingFields):
             pseudo-queries of zero, at which they start, the model then is the vanilla decoder. On backbones whose
             sub-layers read the stream without a norm (OLMo2, OLMo3), the two differ from the start. With additive
             routing it is the factor of what is added.
+        attnres_routing (`str`, *optional*, defaults to `"replace"`):
+            `"replace"` is the paper's: a sub-layer reads the mix. With `"additive"` it reads the ordinary residual
+            stream, plus what the mix of the sources has beyond their mean (after arXiv 2605.18855, whose mix is not
+            centred). At queries of zero nothing is added, so the model is the vanilla decoder with all variants and on
+            all backbones, bit for bit; the final norm reads the stream.
         output_depth_weights (`bool`, *optional*, defaults to `False`):
             Whether the model returns the weights of the mixing by default.
 
@@ -53,9 +53,6 @@ class AttnResFields(DepthMixingFields):
     attnres_variant: Literal["block", "full", "cumulative"] = field(
         default="block", metadata={"help": "what the sources are"}
     )
-    attnres_routing: Literal["replace", "additive"] = field(
-        default="replace", metadata={"help": "whether a mix replaces the residual stream or is added to it"}
-    )
     attnres_block_size: int | None = field(default=None, metadata={"help": "number of sub-layers in a block"})
     attnres_recency_bias: bool = field(
         default=False, metadata={"help": "whether the last source has a learned bias on its logit"}
@@ -63,6 +60,9 @@ class AttnResFields(DepthMixingFields):
     attnres_recency_bias_init: float | int | None = None
     attnres_scale: Literal["mean", "sum"] = field(
         default="mean", metadata={"help": "the average of the sources, or that times their number"}
+    )
+    attnres_routing: Literal["replace", "additive"] = field(
+        default="replace", metadata={"help": "whether a mix replaces the residual stream or is added to it"}
     )
     output_depth_weights: bool = False
 
