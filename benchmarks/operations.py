@@ -49,13 +49,13 @@ def inputs(size: str, batch: int, tokens: int, *, sources: int, fused: bool) -> 
     keys, values = ([rows(shape["num_key_value_heads"]) for _ in range(sources + 1)] for _ in range(2))
     norm = torch.rand(64, dtype=torch.bfloat16, device="cuda") + 0.5 if fused else None
     table = torch.randn(1, tokens, 64, dtype=torch.bfloat16, device="cuda") if fused else None
-    arguments = (query, keys, values if sources else [], norm, norm, table, table, 0.125, 1e-6, True)
+    arguments = (query, keys, values if sources else [], norm, norm, None, table, table, 0.125, 1e-6, True)
     return arguments, [torch.randn_like(x) for x in norm_rotary_mix_triton.run_norm_rotary_mix(*arguments)]
 
 
 def check(arguments: tuple, output_grads: list[torch.Tensor]) -> None:
     """The gate: results and gradients are those of the reference, but for the rounding of bf16."""
-    query, keys, values, query_norm, key_norm, cos, sin, scaling, eps, _ = arguments
+    query, keys, values, query_norm, key_norm, _, cos, sin, scaling, eps, _ = arguments
     leaves = [x.detach().requires_grad_() for x in (query, *keys, *values)]
     results = []
     for dtype in (torch.bfloat16, torch.float64):

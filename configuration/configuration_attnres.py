@@ -28,11 +28,17 @@ class AttnResFields(DepthMixingFields):
             Whether each mix has a learned number that is added to the logit of its last source.
         attnres_recency_bias_init (`float`, *optional*):
             What this number starts at. `None` stands for 3.0 with the variant `"cumulative"`, as in its release, and
-            for 0.0 with the others.
+            for 0.0 with the others and with additive routing.
         attnres_scale (`str`, *optional*, defaults to `"mean"`):
             `"mean"` is the paper's weighted average. `"sum"` multiplies it by the number of sources: with
             pseudo-queries of zero, at which they start, the model then is the vanilla decoder. On backbones whose
-            sub-layers read the stream without a norm (OLMo2, OLMo3), the two differ from the start.
+            sub-layers read the stream without a norm (OLMo2, OLMo3), the two differ from the start. With additive
+            routing it is the factor of what is added.
+        attnres_routing (`str`, *optional*, defaults to `"replace"`):
+            `"replace"` is the paper's: a sub-layer reads the mix. With `"additive"` it reads the ordinary residual
+            stream, plus what the mix of the sources has beyond their mean (after arXiv 2605.18855, whose mix is not
+            centred). At queries of zero nothing is added, so the model is the vanilla decoder with all variants and on
+            all backbones, bit for bit; the final norm reads the stream.
         output_depth_weights (`bool`, *optional*, defaults to `False`):
             Whether the model returns the weights of the mixing by default.
 
@@ -54,6 +60,9 @@ class AttnResFields(DepthMixingFields):
     attnres_recency_bias_init: float | int | None = None
     attnres_scale: Literal["mean", "sum"] = field(
         default="mean", metadata={"help": "the average of the sources, or that times their number"}
+    )
+    attnres_routing: Literal["replace", "additive"] = field(
+        default="replace", metadata={"help": "whether a mix replaces the residual stream or is added to it"}
     )
     output_depth_weights: bool = False
 
@@ -101,7 +110,7 @@ class AttnResFields(DepthMixingFields):
         """What the recency biases of a new model start at."""
         if self.attnres_recency_bias_init is not None:
             return float(self.attnres_recency_bias_init)
-        return 3.0 if self.attnres_variant == "cumulative" else 0.0
+        return 3.0 if self.attnres_variant == "cumulative" and self.attnres_routing == "replace" else 0.0
 
     @property
     def num_finished_sources(self) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ import copy
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .configuration_depth_common import MAX_LAYERS, DepthMixingFields
+from .configuration_depth_common import MAX_LAYERS, DepthMixingFields, plan_with_whole_heads
 from .depth_backbones import ConfigurationClasses
 
 
@@ -31,6 +31,10 @@ class DepthAttentionFields(DepthMixingFields):
             How many times the stack of layers runs, with the same weights. For the mixing and for the KV cache each
             pass is a run of new layers: a looped model has `num_loops * num_hidden_layers` of them, each with a slot
             of its own, and stride and window are counted in these. There may be 4096.
+        depth_gate (`bool`, *optional*, defaults to `False`):
+            Whether each layer with sources has a number for each key-value head, its gate `g`, by which the mix
+            counts: the value becomes `g` times the mix plus `1 - g` times the layer's own. Gates start at 0, where the
+            model is its vanilla one; at 1 it is the same as without gates. Both hold bit for bit.
         output_depth_weights (`bool`, *optional*, defaults to `False`):
             Whether the model returns the weights of the mixing by default.
 
@@ -52,11 +56,17 @@ class DepthAttentionFields(DepthMixingFields):
         default="before_rope", metadata={"help": "whether a key is normalised before or after its rotation"}
     )
     num_loops: int = field(default=1, metadata={"help": "how many times the stack of layers runs"})
+    depth_gate: bool = field(
+        default=False, metadata={"help": "whether the mix has a gate for each key-value head, which starts closed"}
+    )
     output_depth_weights: bool = False
 
     def __post_init__(self, **kwargs):
         self.depth_stride = self._resolved_depth_stride
         super().__post_init__(**kwargs)
+        if self.depth_gate:
+            # a device that has some of the heads only would need to know which
+            self.base_model_tp_plan = plan_with_whole_heads(self.base_model_tp_plan)
 
     @property
     def _resolved_depth_stride(self) -> int:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from huggingface_hub.errors import StrictDataclassClassValidationError
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.olmo2.configuration_olmo2 import Olmo2Config
 from transformers.utils import is_torch_available
 
 
@@ -276,6 +277,16 @@ def check_layer_kinds(config: PreTrainedConfig) -> None:
             f"sliding_window={window}, layer_types={sorted(kinds)}: must not be set, since "
             f"{config.depth_backbone.title} attends to all earlier tokens in every layer."
         )
+
+
+def plan_with_whole_heads(plan: dict[str, str]) -> dict[str, str]:
+    """
+    A backbone's plan of tensor parallelism, but with all heads on every device: the attention is distributed as that
+    of OLMo2 is, which gathers what its projections give.
+    """
+    attention = "layers.*.self_attn."
+    whole = {name: style for name, style in Olmo2Config.base_model_tp_plan.items() if name.startswith(attention)}
+    return {name: style for name, style in plan.items() if not name.startswith(attention)} | whole
 
 
 def take_model_type(config: PreTrainedConfig, values: dict[str, Any]) -> None:

@@ -4,9 +4,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from transformers.models.olmo2.configuration_olmo2 import Olmo2Config
-
-from .configuration_depth_common import DepthMixingFields
+from .configuration_depth_common import DepthMixingFields, plan_with_whole_heads
 from .depth_backbones import ConfigurationClasses
 
 
@@ -66,13 +64,8 @@ class MoDAFields(DepthMixingFields):
         self.base_model_tp_plan = self._tp_plan_with_whole_slots()
 
     def _tp_plan_with_whole_slots(self) -> dict[str, str]:
-        """
-        The slots are whole on every device, and so must be the keys and values that join them in a softmax: the
-        attention is distributed as OLMo2's is, which gathers them, on all backbones.
-        """
-        attention = "layers.*.self_attn."
-        plan = {name: style for name, style in self.base_model_tp_plan.items() if not name.startswith(attention)}
-        plan |= {name: style for name, style in Olmo2Config.base_model_tp_plan.items() if name.startswith(attention)}
+        """The slots are whole on every device, and so must be the keys and values that join them in a softmax."""
+        plan = plan_with_whole_heads(self.base_model_tp_plan)
         if self.moda_attn_depth_proj:
             plan["layers.*.attn_depth_kv_proj"] = "colwise_gather_output"
         if self.moda_ffn_slots:

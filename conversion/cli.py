@@ -96,6 +96,13 @@ def _make_parser() -> argparse.ArgumentParser:
         default="depth_attention",
         help=f"{', '.join(TARGETS)}, or a model type of one of these, such as depth_qwen3 (default: %(default)s)",
     )
+    command.add_argument(
+        "--retrofit",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="start with the function of a vanilla SOURCE, or as the method was published (default: --retrofit, but "
+        "other options are followed)",
+    )
     _add_options(command)
     command.add_argument("--dtype", choices=DTYPES, help="dtype of the result (default: that of each tensor)")
     command.add_argument(

@@ -34,12 +34,15 @@ class TranslatedConfig:
             Whether the converted model computes what the source did.
         warnings (`tuple` of `str`):
             What the user should know.
+        keeps_function (`bool`):
+            Whether the source is a vanilla model and the converted one computes the same, up to rounding.
     """
 
     config: PreTrainedConfig
     stock_config: PreTrainedConfig
     function_note: str
     warnings: tuple[str, ...] = ()
+    keeps_function: bool = False
 
     @property
     def model_class(self) -> "type[PreTrainedModel]":
@@ -50,6 +53,7 @@ class TranslatedConfig:
 
 # takes the content of the source's config.json and the options that the user gave
 TranslateFn = Callable[[dict[str, Any], dict[str, Any]], TranslatedConfig]
+RetrofitFn = Callable[[dict[str, Any]], dict[str, Any]]
 NewTensorsFn = Callable[[PreTrainedConfig], "dict[str, Callable[[], torch.Tensor]]"]
 
 
@@ -58,11 +62,14 @@ class AcceptedSource:
     """
     How checkpoints of one layout become the target. `new_tensors` takes the configuration and returns, by name, what
     makes the start values of the tensors that these checkpoints do not have: all at once, they may not fit in memory.
+    `retrofit_fields` is there for vanilla models: it takes the user's options and returns the fields with which the
+    target starts with their function.
     """
 
     translate: TranslateFn
     weight_map: WeightMap
     new_tensors: NewTensorsFn = lambda config: {}
+    retrofit_fields: RetrofitFn | None = None
 
 
 @dataclass(frozen=True)

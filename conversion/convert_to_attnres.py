@@ -16,7 +16,7 @@ from depthmix.configuration.configuration_attnres import CONFIGURATIONS
 from .conversion_target import AcceptedSource, ConversionTarget
 from .errors import ConversionError
 from .source_layouts import common_refusals
-from .vanilla_sources import OTHER_FUNCTION, MethodSources
+from .vanilla_sources import OTHER_FUNCTION, SAME_FUNCTION, FunctionNote, MethodSources
 from .weight_maps import RELEASED_ATTNRES
 
 
@@ -32,28 +32,43 @@ def released_fields(variant: str, source: dict[str, Any]) -> dict[str, Any]:
         "attnres_recency_bias": variant == "cumulative",
         "attnres_recency_bias_init": source.get("attnres_recency_bias_init", 3.0),
         "attnres_scale": "mean",
+        "attnres_routing": "replace",
     }
 
 
-def vanilla_fields(options: dict[str, Any]) -> dict[str, Any]:
-    """The mixing starts at zero queries, and with the scale "sum" as the vanilla model."""
-    return {"attnres_scale": "mean" if options.get("attnres_variant") == "cumulative" else "sum"}
+def retrofit_fields(options: dict[str, Any]) -> dict[str, Any]:
+    """
+    The mixing starts at zero queries. With the scale "sum" it is the vanilla model then, if the sources add up to the
+    residual stream, and with additive routing always.
+    """
+    if options.get("attnres_routing") == "additive":
+        return {}
+    if options.get("attnres_variant") == "cumulative":
+        return {"attnres_routing": "additive"}
+    return {"attnres_scale": "sum"}
 
 
-def vanilla_note(config: PreTrainedConfig) -> str:
+def vanilla_note(config: PreTrainedConfig) -> FunctionNote:
     """Whether the function of a vanilla source is kept."""
+    if config.attnres_routing == "additive":
+        is_vanilla = not config.attnres_recency_bias or config.recency_bias_start == 0
+        zero = f"{SAME_FUNCTION}: its pseudo-queries are zero, and then nothing is added to the residual stream."
+        return FunctionNote(True, zero) if is_vanilla else FunctionNote(False, OTHER_FUNCTION)
     has_norms = config.depth_backbone.norms[0] is not None
-    if config.attnres_variant == "cumulative" or (config.attnres_scale == "mean" and not has_norms):
-        return OTHER_FUNCTION
+    biased = config.attnres_recency_bias and config.recency_bias_start != 0
+    if biased or config.attnres_variant == "cumulative" or (config.attnres_scale == "mean" and not has_norms):
+        return FunctionNote(False, OTHER_FUNCTION)
     if config.attnres_scale == "sum":
-        return (
+        return FunctionNote(
+            True,
             "The converted model computes what the vanilla checkpoint does, up to rounding: its pseudo-queries are "
-            "zero, and then the mix is the plain sum of the sources."
+            "zero, and then the mix is the plain sum of the sources.",
         )
-    return (
+    return FunctionNote(
+        False,
         "The converted model computes nearly what the vanilla checkpoint does: its pseudo-queries are zero, and "
         "then the mix is the average of the sources, from which the sum that the vanilla model has differs by a "
-        "factor. The norms undo it, up to their epsilon. With attnres_scale='sum' nothing changes."
+        "factor. The norms undo it, up to their epsilon. With attnres_scale='sum' nothing changes.",
     )
 
 
@@ -65,7 +80,8 @@ def start_values(config: PreTrainedConfig) -> "dict[str, Callable[[], torch.Tens
     mixer = AttnResMixer(config).state_dict()
     layers = range(config.num_hidden_layers)
     names = [f"model.layers.{i}.{site}_mixer" for i in layers for site in ("attn", "mlp")]
-    names.append("model.output_mixer")
+    # with additive routing the first and the last have nothing to mix
+    names = names[1:] if config.attnres_routing == "additive" else [*names, "model.output_mixer"]
     return {f"{name}.{key}": partial(mixer.get, key) for name in names for key in mixer}
 
 
@@ -73,7 +89,7 @@ _SOURCES = MethodSources(
     CONFIGURATIONS,
     "AttnRes",
     vanilla_note,
-    vanilla_fields,
+    retrofit_fields,
     start_values,
     refused_keys=("scale_embeds", "use_p2n"),
 )

@@ -17,7 +17,7 @@ from depthmix.configuration.depth_backbones import BACKBONES, Backbone
 from .conversion_target import AcceptedSource, ConversionTarget, TranslatedConfig
 from .source_configs import check_vanilla, read_aliased
 from .source_layouts import common_refusals
-from .vanilla_sources import DENSE_FIELDS, SAME_FUNCTION, MethodSources
+from .vanilla_sources import DENSE_FIELDS, SAME_FUNCTION, FunctionNote, MethodSources
 from .weight_maps import DWA_MODULES, RELEASED_DENSEFORMER
 
 
@@ -40,9 +40,9 @@ def from_dwa_modules(stock: Backbone, source: dict[str, Any], options: dict[str,
     return _SOURCES.from_trained(stock.stock_config_class(), trained, "the source", source, options, warnings)
 
 
-def vanilla_note(config: PreTrainedConfig) -> str:
+def vanilla_note(config: PreTrainedConfig) -> FunctionNote:
     """Whether the function of a vanilla source is kept."""
-    return f"{SAME_FUNCTION}: an average starts as its layer's output."
+    return FunctionNote(True, f"{SAME_FUNCTION}: an average starts as its layer's output.")
 
 
 def start_values(config: PreTrainedConfig) -> "dict[str, Callable[[], torch.Tensor]]":

@@ -4,35 +4,58 @@ Conversion to Depth-Attention: from the stock models, and from the released weig
 become Qwen3 with Depth-Attention.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import torch
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from depthmix.configuration.configuration_depth_attention import CONFIGURATIONS
 from depthmix.configuration.depth_backbones import BACKBONES
+from depthmix.modeling.modeling_depth_attention import mixing_layers
 
 from .conversion_target import AcceptedSource, ConversionTarget, TranslatedConfig
 from .errors import ConversionError
 from .source_configs import build_config, carried_fields, check_llama, read_stock
 from .source_layouts import NO_SOFTMAX, common_refusals, read_switch
-from .vanilla_sources import SAME_FUNCTION, MethodSources
+from .vanilla_sources import SAME_FUNCTION, FunctionNote, MethodSources
 from .weight_maps import RELEASED_LLAMA
 
 
 _REFUSED_KEYS = ("mlp_bias", "scale_embeds", "no_residual", "use_p2n")
 
 
-def vanilla_note(config: PreTrainedConfig) -> str:
+def vanilla_note(config: PreTrainedConfig) -> FunctionNote:
     """Whether the function of a vanilla source is kept."""
     if config.num_loops > 1:
-        return "The converted model runs the layers of the vanilla checkpoint several times. Fine-tune it before use."
-    if any(config.depth_sources):
-        return (
-            "The converted model computes another function than the vanilla checkpoint: mixing over depth has no "
-            "parameters that could switch it off at the start. Fine-tune it before use. With depth_stride=0 and "
-            "key_norm_position='before_rope' it is exactly the vanilla model."
+        several = (
+            "The converted model runs the layers of the vanilla checkpoint several times. Fine-tune it before use."
         )
-    return f"Mixing over depth is off. {SAME_FUNCTION}."
+        return FunctionNote(False, several)
+    if not any(config.depth_sources):
+        return FunctionNote(True, f"Mixing over depth is off. {SAME_FUNCTION}.")
+    if config.depth_gate:
+        return FunctionNote(True, f"{SAME_FUNCTION}: the gates of its mixing are closed, and training opens them.")
+    return FunctionNote(
+        False,
+        "The converted model computes another function than the vanilla checkpoint: mixing over depth has no "
+        "parameters that could switch it off at the start. Fine-tune it before use. With depth_gate=True it has, and "
+        "with depth_stride=0 and key_norm_position='before_rope' it is exactly the vanilla model.",
+    )
+
+
+def retrofit_fields(options: dict[str, Any]) -> dict[str, Any]:
+    """Gates, where anything is mixed."""
+    return {} if options.get("depth_stride") == 0 else {"depth_gate": True}
+
+
+def gate_values(start: float, config: PreTrainedConfig) -> dict[str, Callable[[], torch.Tensor]]:
+    """The gates of every layer that mixes, if it has them: closed at 0, or open at 1."""
+    if not config.depth_gate:
+        return {}
+    make = partial(torch.full, (config.num_key_value_heads,), start)
+    return {f"model.layers.{i}.self_attn.depth_gate.weight": make for i in sorted(mixing_layers(config))}
 
 
 def from_released_depth_attention(source: dict[str, Any], options: dict[str, Any]) -> TranslatedConfig:
@@ -80,7 +103,7 @@ def _from_llama(
         problems.append("use_qk_norm is false: DepthQwen3 always normalises queries and keys")
     check_llama(source, "DepthQwen3", _REFUSED_KEYS, problems)
 
-    trained = {**trained, "key_norm_position": "after_rope", "num_loops": 1}
+    trained = {**trained, "key_norm_position": "after_rope", "num_loops": 1, "depth_gate": False}
     stock_config = read_stock(LlamaConfig, source)
     carried = carried_fields(stock_config, Qwen3Config)
     config_class = CONFIGURATIONS.of(BACKBONES["qwen3"])
@@ -120,20 +143,29 @@ def window_warnings(config: PreTrainedConfig, options: dict[str, Any]) -> list[s
     return []
 
 
-_SOURCES = MethodSources(CONFIGURATIONS, "Depth-Attention", vanilla_note, remarks=window_warnings)
+_SOURCES = MethodSources(
+    CONFIGURATIONS,
+    "Depth-Attention",
+    vanilla_note,
+    retrofit_fields,
+    partial(gate_values, 0.0),
+    remarks=window_warnings,
+)
 
 TARGET = ConversionTarget(
     name="depth_attention",
     configurations=CONFIGURATIONS,
     sources=_SOURCES.vanilla_sources()
     | {
-        "released_depth_attention": AcceptedSource(from_released_depth_attention, RELEASED_LLAMA),
-        "released_qk_norm": AcceptedSource(from_released_qk_norm, RELEASED_LLAMA),
+        "released_depth_attention": AcceptedSource(
+            from_released_depth_attention, RELEASED_LLAMA, partial(gate_values, 1.0)
+        ),
+        "released_qk_norm": AcceptedSource(from_released_qk_norm, RELEASED_LLAMA, partial(gate_values, 0.0)),
     },
     refusals=common_refusals("depth_attention", "Depth-Attention", "Depth-Attention") | NO_SOFTMAX,
     summary=(
         "It is a decoder with Depth-Attention (arXiv 2606.05014): a layer mixes its values with those of earlier "
-        "layers at the same token, and has no additional parameters for it."
+        "layers at the same token, and has no additional parameters for it but gates, if it was converted with them."
     ),
     tags=("depthmix", "depth-attention"),
 )

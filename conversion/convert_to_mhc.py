@@ -13,7 +13,7 @@ from depthmix.configuration.configuration_mhc import CONFIGURATIONS
 from .conversion_target import AcceptedSource, ConversionTarget
 from .source_configs import read_aliased
 from .source_layouts import common_refusals
-from .vanilla_sources import MethodSources
+from .vanilla_sources import FunctionNote, MethodSources
 from .weight_maps import RELEASED_MHC
 
 
@@ -27,11 +27,20 @@ def released_fields(source: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def vanilla_note(config: PreTrainedConfig) -> str:
+def retrofit_fields(options: dict[str, Any]) -> dict[str, Any]:
+    """
+    The order after which the sums of the columns are one. With that the average of the streams stays the residual
+    stream of the vanilla model whatever else the matrices become; of slow iterations the other order leaves a rest.
+    """
+    return {"mhc_sinkhorn_order": "rows_first"}
+
+
+def vanilla_note(config: PreTrainedConfig) -> FunctionNote:
     """Whether the function of a vanilla source is kept."""
-    return (
+    return FunctionNote(
+        True,
         "The converted model computes what the vanilla checkpoint does, up to rounding: the part of its maps that "
-        "depends on the streams is zero, and what its sub-layers read is the average of the streams."
+        "depends on the streams is zero, and what its sub-layers read is the average of the streams.",
     )
 
 
@@ -47,7 +56,7 @@ def start_values(config: PreTrainedConfig) -> "dict[str, Callable[[], torch.Tens
     return values | {f"model.stream_readout.{key}": partial(readout.get, key) for key in readout}
 
 
-_SOURCES = MethodSources(CONFIGURATIONS, "mHC", vanilla_note, start_values=start_values)
+_SOURCES = MethodSources(CONFIGURATIONS, "mHC", vanilla_note, retrofit_fields, start_values)
 
 TARGET = ConversionTarget(
     name="mhc",

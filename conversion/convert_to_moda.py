@@ -13,18 +13,19 @@ from depthmix.families import FAMILIES
 
 from .conversion_target import ConversionTarget
 from .source_layouts import NO_SOFTMAX, common_refusals
-from .vanilla_sources import SAME_FUNCTION, MethodSources
+from .vanilla_sources import SAME_FUNCTION, FunctionNote, MethodSources
 
 
-def vanilla_note(config: PreTrainedConfig) -> str:
+def vanilla_note(config: PreTrainedConfig) -> FunctionNote:
     """Whether the function of a vanilla source is kept."""
     if config.depth_slots[-1][1]:
-        return (
+        return FunctionNote(
+            False,
             "The converted model computes another function than the vanilla checkpoint: depth slots take attention "
             "away from the tokens from the start. Fine-tune it before use. With moda_attn_slots=False and "
-            "moda_ffn_slots=False it is exactly the vanilla model."
+            "moda_ffn_slots=False it is exactly the vanilla model.",
         )
-    return f"There are no depth slots. {SAME_FUNCTION}."
+    return FunctionNote(True, f"There are no depth slots. {SAME_FUNCTION}.")
 
 
 def unused_options(config: PreTrainedConfig, options: dict[str, Any]) -> list[str]:

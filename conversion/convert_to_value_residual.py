@@ -12,19 +12,19 @@ from depthmix.configuration.configuration_value_residual import CONFIGURATIONS
 
 from .conversion_target import ConversionTarget
 from .source_layouts import NO_SOFTMAX, common_refusals
-from .vanilla_sources import OTHER_FUNCTION, SAME_FUNCTION, MethodSources
+from .vanilla_sources import OTHER_FUNCTION, SAME_FUNCTION, FunctionNote, MethodSources
 
 
-def vanilla_fields(options: dict[str, Any]) -> dict[str, Any]:
+def retrofit_fields(options: dict[str, Any]) -> dict[str, Any]:
     """The start at which each value is the layer's own."""
     return {"value_residual_init": "identity"}
 
 
-def vanilla_note(config: PreTrainedConfig) -> str:
+def vanilla_note(config: PreTrainedConfig) -> FunctionNote:
     """Whether the function of a vanilla source is kept."""
     if config.value_residual_init == "identity":
-        return f"{SAME_FUNCTION}: the first layer's value starts with the weight 0."
-    return OTHER_FUNCTION
+        return FunctionNote(True, f"{SAME_FUNCTION}: the first layer's value starts with the weight 0.")
+    return FunctionNote(False, OTHER_FUNCTION)
 
 
 def start_values(config: PreTrainedConfig) -> "dict[str, Callable[[], torch.Tensor]]":
@@ -37,7 +37,7 @@ def start_values(config: PreTrainedConfig) -> "dict[str, Callable[[], torch.Tens
     return {f"model.layers.{i}.self_attn.value_mix.weight": partial(torch.clone, weight) for i in layers}
 
 
-_SOURCES = MethodSources(CONFIGURATIONS, "Value residual learning", vanilla_note, vanilla_fields, start_values)
+_SOURCES = MethodSources(CONFIGURATIONS, "Value residual learning", vanilla_note, retrofit_fields, start_values)
 
 TARGET = ConversionTarget(
     name="value_residual",

@@ -60,6 +60,7 @@ from .reports import (
     ConversionReport,
     describe_config_changes,
     describe_dtypes,
+    describe_start,
     format_bytes,
     own_fields,
 )
@@ -83,6 +84,7 @@ def convert(
     dest: str | os.PathLike,
     *,
     to: str = "depth_attention",
+    retrofit: bool | None = None,
     dtype: "str | torch.dtype | None" = None,
     shard_size: int | str = "5GB",
     push_to_hub: str | None = None,
@@ -112,6 +114,10 @@ def convert(
         to (`str`, *optional*, defaults to `"depth_attention"`):
             The method, one of `depthmix.families.METHODS`. The source's backbone decides what model type the result
             has. A model type, such as `"depth_qwen3"`, is taken too, and has to be that one.
+        retrofit (`bool`, *optional*):
+            How a vanilla source starts. `True` is a start with the function of the source, from which training can
+            move away; it is refused with options that change the function. `False` is the method as it was published.
+            Left out, it is the retrofit, but other options are followed. Sources with trained mixing stay as they are.
         dtype (`str` or `torch.dtype`, *optional*):
             `"float32"`, `"bfloat16"` or `"float16"`. Left out, every tensor keeps its dtype.
         shard_size (`int` or `str`, *optional*, defaults to `"5GB"`):
@@ -132,8 +138,8 @@ def convert(
             Show a progress bar.
         options:
             Fields of the result's configuration that have a help text there, such as `depth_stride`; None is as good
-            as left out. Those left out are what the weights were trained with, and for vanilla sources what keeps the
-            function where the method can, and the defaults of the configuration otherwise.
+            as left out. Those left out are what the weights were trained with, and for vanilla sources what the
+            retrofit needs, and the defaults of the configuration otherwise.
 
     Returns:
         [`ConversionReport`]: what was done. `str()` of it is readable.
@@ -150,6 +156,8 @@ def convert(
     """
     target = _get_target(to)
     options = {key: value for key, value in options.items() if value is not None}
+    if not isinstance(retrofit, bool | None):
+        raise ConversionError(f"retrofit={retrofit!r}: must be True, False or None.")
     dtype_code = _check_dtype(dtype)
     _check_repo_id(push_to_hub)
     if private and push_to_hub is None:
@@ -169,7 +177,7 @@ def convert(
     check_apart(dest, folder)
 
     opened = _open_source(folder)
-    translated, plan = _plan_conversion(opened, target, options, dtype_code)
+    translated, plan = _plan_conversion(opened, target, options, retrofit, dtype_code)
     config = translated.config
     if to not in (target.name, config.model_type):
         raise ConversionError(
@@ -207,6 +215,7 @@ def convert(
         destination=dest,
         config_changes=config_changes,
         function_note=translated.function_note,
+        retrofit=_is_retrofit(opened, target, translated, retrofit),
         kept=plan.kept,
         renamed=plan.renamed,
         dropped=plan.dropped,
@@ -293,16 +302,16 @@ def inspect_checkpoint(
     conversions, warnings = {}, list(checkpoint.warnings)
     for target in TARGETS.values():
         try:
-            translated, plan = _plan_conversion(opened, target, {}, None, only_describe=True)
+            translated, plan = _plan_conversion(opened, target, {}, None, None, only_describe=True)
         except ConversionError as error:
             conversions[target.name] = f"no. {error}"
         else:
             made = translated.config
             fields = ", ".join(f"{name}={getattr(made, name)!r}" for name in target.options if hasattr(made, name))
             stock_config = translated.stock_config
-            conversions[target.name] = (
-                f"yes, to {made.model_type}, with {fields} unless asked otherwise. {translated.function_note}"
-            )
+            start = describe_start(_is_retrofit(opened, target, translated, None))
+            note = f"{start} {translated.function_note}"
+            conversions[target.name] = f"yes, to {made.model_type}, with {fields} unless asked otherwise. {note}"
             warnings += [*translated.warnings, *plan.warnings]
     return CheckpointDescription(
         source=os.fspath(path_or_hub_id),
@@ -340,10 +349,20 @@ def _open_source(folder: Path) -> _OpenedSource:
     return _OpenedSource(config, checkpoint, *recognise_layout(config, checkpoint.tensors))
 
 
+def _is_retrofit(
+    opened: _OpenedSource, target: ConversionTarget, translated: TranslatedConfig, retrofit: bool | None
+) -> bool | None:
+    """Whether a vanilla source becomes a retrofit; None for a source with trained mixing."""
+    if target.sources[opened.layout.name].retrofit_fields is None:
+        return None
+    return retrofit is not False and translated.keeps_function
+
+
 def _plan_conversion(
     opened: _OpenedSource,
     target: ConversionTarget,
     options: dict[str, Any],
+    retrofit: bool | None,
     dtype: str | None,
     only_describe: bool = False,
 ) -> tuple[TranslatedConfig, TensorPlan]:
@@ -363,6 +382,13 @@ def _plan_conversion(
             f"{target.name} has no option {', '.join(sorted(unknown))}. Its options are: {', '.join(target.options)}."
         )
     accepted = target.sources[layout.name]
+    if retrofit and accepted.retrofit_fields is None:
+        raise ConversionError(
+            f"retrofit=True: {opened.checkpoint.folder} is {layout.title}, and must be a vanilla model. "
+            "Leave it out to convert this one as it was trained."
+        )
+    if accepted.retrofit_fields is not None and retrofit is not False:
+        options = accepted.retrofit_fields(options) | options
     check_layers(opened.checkpoint, opened.config.get("num_hidden_layers"))
     with config_errors():
         translated = accepted.translate(opened.config, options)
@@ -373,7 +399,15 @@ def _plan_conversion(
     plan = plan_tensors(
         opened.checkpoint, accepted.weight_map, translated.model_class, translated.config, accepted.new_tensors, dtype
     )
-    return replace(translated, function_note=plan.function_note or translated.function_note), plan
+    if plan.function_note is not None:
+        translated = replace(translated, function_note=plan.function_note, keeps_function=False)
+    if retrofit and not translated.keeps_function:
+        given = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        raise ConversionError(
+            f"retrofit=True: must keep the function of the source, which is lost with {given or 'this one'}. "
+            f"{translated.function_note}"
+        )
+    return translated, plan
 
 
 def _without_dtype(config: dict[str, Any]) -> dict[str, Any]:

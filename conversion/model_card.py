@@ -13,7 +13,7 @@ from .checkpoint_source import is_hub_id
 from .conversion_target import ConversionTarget
 from .errors import ConversionError
 from .plain_text import markdown_code, markdown_text, printable
-from .reports import ConversionReport
+from .reports import ConversionReport, describe_start
 
 
 SUPPORTED_TRANSFORMERS = "transformers 5.16.1 to 5.24"
@@ -76,7 +76,7 @@ def make_model_card(
 
 This is {origin} ({report.source_kind}), converted to `{target.name}` with depthmix. {target.summary}
 
-{report.function_note}
+{describe_start(report.retrofit)} {report.function_note}
 {warnings}
 ## Use
 

@@ -33,6 +33,9 @@ class ConversionReport:
             Differences between the source's configuration and the result's.
         function_note (`str`):
             Whether the result computes what the source did.
+        retrofit (`bool`, *optional*):
+            Of a vanilla source, whether the result starts with its function, or as the method was published; None for
+            a source with trained mixing.
         kept, renamed, dropped, new (`list` of `str`):
             Names of the tensors: in the source's names where they were dropped, in the target's otherwise.
         nbytes (`int`):
@@ -67,6 +70,7 @@ class ConversionReport:
     dry_run: bool = False
     push_to_hub: str | None = None
     pushed_to: str | None = None
+    retrofit: bool | None = None
 
     def __str__(self) -> str:
         lines = [
@@ -81,6 +85,7 @@ class ConversionReport:
             *(f"    {printable(change, _VALUE_LIMIT)}" for change in self.config_changes),
             f"  files:    {_shorten(self.files)}",
             *([f"  not copied: {_shorten(self.not_copied)}"] if self.not_copied else []),
+            f"  start:    {describe_start(self.retrofit)}",
             f"  function: {self.function_note}",
             *(f"  warning:  {warning}" for warning in self.warnings),
         ]
@@ -149,6 +154,13 @@ class CheckpointDescription:
         # a reason may have several lines, which the error that gave it has made of single ones
         outcomes = [printable_lines(f"  to {target}: {outcome}") for target, outcome in self.conversions.items()]
         return "\n".join([*(printable(line) for line in lines), *outcomes])
+
+
+def describe_start(retrofit: bool | None) -> str:
+    """How the mixing of a converted model starts, as a sentence."""
+    if retrofit is None:
+        return "Its mixing is what the source was trained with."
+    return "It is a retrofit." if retrofit else "It starts as the method was published, or as the options say."
 
 
 def _shorten(names: list[str], limit: int = 12) -> str:

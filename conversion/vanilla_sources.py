@@ -7,13 +7,13 @@ the released weights and their vanilla control, which all are Llamas.
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import LlamaConfig, PreTrainedConfig
 
 from depthmix.configuration.depth_backbones import BACKBONES, DENSE_TYPES, Backbone, ConfigurationClasses
 
-from .conversion_target import AcceptedSource, NewTensorsFn, TranslatedConfig
+from .conversion_target import AcceptedSource, NewTensorsFn, RetrofitFn, TranslatedConfig
 from .errors import ConversionError
 from .source_configs import all_fields, build_config, carried_fields, check_llama, check_vanilla, read_stock
 from .source_layouts import read_switch
@@ -30,6 +30,13 @@ DENSE_FIELDS = {
 }
 
 
+class FunctionNote(NamedTuple):
+    """Whether the function of a vanilla source is kept, up to rounding, and what is to be said of it."""
+
+    is_kept: bool
+    text: str
+
+
 @dataclass(frozen=True)
 class MethodSources:
     """
@@ -42,8 +49,8 @@ class MethodSources:
             What it is called in messages.
         vanilla_note (`Callable`):
             Takes the converted configuration and says whether the function of a vanilla source is kept.
-        vanilla_fields (`Callable`):
-            Takes the options and returns the fields with which it is.
+        retrofit_fields (`Callable`):
+            As in [`AcceptedSource`].
         start_values (`Callable`):
             As `new_tensors` of [`AcceptedSource`].
         remarks (`Callable`):
@@ -54,8 +61,8 @@ class MethodSources:
 
     configurations: ConfigurationClasses
     name: str
-    vanilla_note: Callable[[PreTrainedConfig], str]
-    vanilla_fields: Callable[[dict[str, Any]], dict[str, Any]] = lambda options: {}
+    vanilla_note: Callable[[PreTrainedConfig], FunctionNote]
+    retrofit_fields: RetrofitFn = lambda options: {}
     start_values: NewTensorsFn = lambda config: {}
     remarks: Callable[[PreTrainedConfig, dict[str, Any]], list[str]] = lambda config, options: []
     refused_keys: tuple[str, ...] = ("scale_embeds", "use_p2n", "no_residual")
@@ -69,12 +76,15 @@ class MethodSources:
                 continue
             translate = partial(self._from_vanilla, stock, backbone)
             for suffix, weight_map in (("", CAUSAL_LM), ("_base", BASE_MODEL)):
-                accepted[f"{name}{suffix}"] = AcceptedSource(translate, weight_map, self.start_values)
+                accepted[f"{name}{suffix}"] = AcceptedSource(
+                    translate, weight_map, self.start_values, self.retrofit_fields
+                )
         return accepted
 
     def released_control(self) -> dict[str, AcceptedSource]:
         """The vanilla control of the release, for methods on the dense decoder."""
-        return {"released_qk_norm": AcceptedSource(self._from_released_qk_norm, RELEASED_LLAMA, self.start_values)}
+        translate = self._from_released_qk_norm
+        return {"released_qk_norm": AcceptedSource(translate, RELEASED_LLAMA, self.start_values, self.retrofit_fields)}
 
     def backbone_of(self, stock_type: str) -> Backbone | None:
         """The backbone that a stock model becomes; None if the method is not on it or transformers has it not."""
@@ -154,7 +164,7 @@ class MethodSources:
             raise ConversionError(
                 f"{', '.join(sorted(unknown))}: {self.configurations.model_type_of(backbone)} has no such option."
             )
-        config = self._config(backbone, {**carried, **self.vanilla_fields(options), **options})
+        config = self._config(backbone, {**carried, **options})
         note, position = self.vanilla_note(config), options.get("key_norm_position", trained_position)
         if not getattr(config, "use_qk_norm", backbone.qk_norm == "head"):
             if "key_norm_position" in options:
@@ -163,8 +173,9 @@ class MethodSources:
             warnings.append(
                 f"key_norm_position={position!r} as asked; the source was trained with {trained_position!r}."
             )
-            note = OTHER_FUNCTION
-        return TranslatedConfig(config, stock_config, note, (*warnings, *self.remarks(config, options)))
+            note = FunctionNote(False, OTHER_FUNCTION)
+        warnings += self.remarks(config, options)
+        return TranslatedConfig(config, stock_config, note.text, tuple(warnings), note.is_kept)
 
     def _read_dense(
         self, config_class: type[PreTrainedConfig], source: dict[str, Any]

@@ -241,11 +241,12 @@ class DecoderAttention(nn.Module):
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         source_keys: Sequence[torch.Tensor] = (),
         source_values: Sequence[torch.Tensor] = (),
+        gate: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
         Query `[B, Hq, T, d]`, key and value `[B, Hkv, T, d]` of these tokens as attention reads them: normalised and
-        rotated, and with source layers the value mixed with theirs (Depth-Attention). Where kernels are wanted and can
-        work it is one operation.
+        rotated, and with source layers the value mixed with theirs, with a gate `[Hkv]` if any (Depth-Attention).
+        Where kernels are wanted and can work it is one operation.
         """
         query, key, value = (flat.view(*flat.shape[:-1], -1, self.head_dim) for flat in self.bound(query, key, value))
         value = value.transpose(1, 2)
@@ -270,6 +271,7 @@ class DecoderAttention(nn.Module):
                     source_keys=source_keys,
                     source_values=source_values,
                     scaling=self.scaling,
+                    gate=gate,
                     impl=self.depth_impl,
                 )
         if norms:
@@ -283,7 +285,12 @@ class DecoderAttention(nn.Module):
             key = self.k_norm(key)
         if source_keys:
             value = depth_value_mix(
-                query, [*source_keys, key], [*source_values, value], scaling=self.scaling, impl=self.depth_impl
+                query,
+                [*source_keys, key],
+                [*source_values, value],
+                scaling=self.scaling,
+                gate=gate,
+                impl=self.depth_impl,
             )
         return query, key, value
 

@@ -21,7 +21,13 @@ from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 
 from depthmix.configuration.configuration_attnres import CONFIGURATIONS
-from depthmix.kernels.attn_res_op import attn_res, attn_res_phase_1, attn_res_phase_2, attn_res_weights
+from depthmix.kernels.attn_res_op import (
+    attn_res,
+    attn_res_additive,
+    attn_res_phase_1,
+    attn_res_phase_2,
+    attn_res_weights,
+)
 from depthmix.kernels.depth_dispatch import check_implementation
 
 from .decoder_layers import DecoderLayer
@@ -121,6 +127,28 @@ class AttnResMixer(MixingModule):
         return partial, mixed, weights
 
 
+class AttnResAddition(AttnResMixer):
+    """What one sub-layer reads with additive routing: the stream, and what the mix has beyond the mean."""
+
+    def forward(
+        self, stream: torch.Tensor, sources: Sequence[torch.Tensor], output_depth_weights: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """
+        Args:
+            stream (`torch.Tensor` of shape `[B, T, hidden]`), sources (sequence of `torch.Tensor` of its shape):
+                The residual stream, and what is mixed.
+            output_depth_weights (`bool`, *optional*, defaults to `False`):
+                Whether to return the weights of the sources.
+
+        Returns:
+            The sum `[B, T, hidden]`, and the weights `[B, T, number of sources]`, fp32, or None.
+        """
+        query, gain, options = self.pseudo_query, self.norm(), {"eps": self.eps, "bias": self.recency_bias}
+        weights = attn_res_weights(sources, query, gain, **options) if output_depth_weights else None
+        mixed = attn_res_additive(stream, sources, query, gain, scale=self.scale, impl=self.impl, **options)
+        return mixed, weights
+
+
 def is_bare_mixer(mixer: nn.Module) -> TypeGuard[AttnResMixer]:
     return (
         is_bare(mixer, AttnResMixer, "pseudo_query", "recency_bias")
@@ -174,17 +202,23 @@ class AttnResLayer(DecoderLayer):
     positional tensors, and, where the model has mixed them already, the result for each of its two mixers
     (`output, log_sum_exp`). It returns the new running sum; then the blocks that end in it; then, if asked for, the
     weights of its two mixes.
+
+    With additive routing the hidden states are the residual stream, and the sources are all that are mixed, the sum so
+    far of the current block among them. The layer returns the new stream; then what takes the place of that sum, or
+    comes after it where the block ends before the attention; then the weights. The first attention has nothing to mix.
     """
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int):
         super().__init__(config, layer_idx)
-        self.attn_mixer = AttnResMixer(config)
-        self.mlp_mixer = AttnResMixer(config)
+        self.is_additive = config.attnres_routing == "additive"
+        mixer_class = AttnResAddition if self.is_additive else AttnResMixer
+        self.attn_mixer = None if self.is_additive and layer_idx == 0 else mixer_class(config)
+        self.mlp_mixer = mixer_class(config)
         counts = config.num_finished_sources[2 * layer_idx : 2 * layer_idx + 3]
         self.num_sources = counts[0]
-        restarts = config.attnres_variant != "cumulative"
-        self.ends_block_before_attention = restarts and counts[1] > counts[0]
-        self.ends_block_before_mlp = restarts and counts[2] > counts[1]
+        self.restarts = config.attnres_variant != "cumulative"
+        self.ends_block_before_attention = self.restarts and counts[1] > counts[0]
+        self.ends_block_before_mlp = self.restarts and counts[2] > counts[1]
 
     @accepts_both_cache_names
     def forward(
@@ -211,6 +245,10 @@ class AttnResLayer(DecoderLayer):
             The running sum `[B, T, hidden]`; then the sources that ended, `[B, T, hidden]`; then the weights, fp32,
             `[B, T, number of sources]`. A tensor if it is one only.
         """
+        if self.is_additive:
+            return self.add_to_stream(
+                hidden_states, depth_tensors, output_depth_weights, past_key_values=past_key_values, **kwargs
+            )
         sources, phase_1 = depth_tensors[: self.num_sources], depth_tensors[self.num_sources :]
         if sources and not phase_1 and not self.ends_block_before_attention:
             results, _ = mix_for_all((self.attn_mixer, self.mlp_mixer), sources)
@@ -255,6 +293,42 @@ class AttnResLayer(DecoderLayer):
         if output_depth_weights:
             outputs += (attn_depth_weights, mlp_depth_weights)
         return outputs if len(outputs) > 1 else outputs[0]
+
+    def add_to_stream(
+        self, stream: torch.Tensor, sources: Sequence[torch.Tensor], output_depth_weights: bool, **kwargs
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """The forward with additive routing; the keywords are those of the attention."""
+        *finished, current = sources if self.restarts else (*sources, None)
+        mixed, weights = stream, None
+        if self.attn_mixer is None:
+            if output_depth_weights:
+                weights = stream.new_ones((*stream.shape[:-1], 1), dtype=torch.float32)
+        else:
+            # without restarts the stream itself is the last source
+            mixed, weights = self.attn_mixer(
+                stream, (*finished, stream if current is None else current), output_depth_weights
+            )
+        depth_weights = [weights]
+        update = self.attend_normalised(self.normalise(0, mixed), **kwargs).to(stream.dtype)
+        stream = stream + update
+        ended = []
+        if self.ends_block_before_attention:
+            finished, current = [*finished, current], update
+        elif current is not None:
+            current = current + update
+        mixed, weights = self.mlp_mixer(
+            stream, (*finished, stream if current is None else current), output_depth_weights
+        )
+        depth_weights.append(weights)
+        update = self.feed_forward_normalised(self.normalise(2, mixed)).to(stream.dtype)
+        stream = stream + update
+        if self.ends_block_before_mlp:
+            ended, current = [current], update
+        elif current is not None:
+            current = current + update
+        outputs = (stream, *ended, *([] if current is None else [current]))
+        outputs = (*outputs, *depth_weights) if output_depth_weights else outputs
+        return outputs if len(outputs) > 1 else stream
 
 
 class AttnResLedger(Ledger):
@@ -338,6 +412,39 @@ class AttnResLedger(Ledger):
         return dict(zip(sites, results, strict=False)), sources
 
 
+class AdditiveLedger(Ledger):
+    """The sources beside the residual stream, the last of them the sum so far of the current block."""
+
+    needs_every_layer = True
+    model: "AttnResDecoder"
+
+    def __init__(self, model, embeddings, kwargs):
+        super().__init__(model, embeddings, kwargs)
+        self.output_depth_weights: bool = kwargs["output_depth_weights"]
+        self.sources: Sequence[torch.Tensor] = (embeddings,)
+        self.depth_weights: list[torch.Tensor] = []
+
+    def read(self, step: int) -> Sequence[torch.Tensor]:
+        if not self.model.restarts and len(self.sources) < self.model.num_sources[2 * step]:
+            # a snapshot of the stream
+            self.sources = (*self.sources, self.hidden_states)
+        return self.hidden_states, *self.sources
+
+    def keep(self, step: int, outputs: tuple[torch.Tensor, ...]) -> None:
+        counts = self.model.num_sources[2 * step : 2 * step + 3]
+        num_own = 1 + counts[2] - counts[1] if self.model.restarts else 0
+        outputs = self.expect(step, outputs, 1 + num_own + 2 * self.output_depth_weights)
+        self.hidden_states = outputs[0]
+        ends_before_attention = not self.model.restarts or counts[1] > counts[0]
+        kept = self.sources if ends_before_attention else self.sources[:-1]
+        self.sources = (*kept, *outputs[1 : 1 + num_own])
+        self.depth_weights += outputs[1 + num_own :]
+
+    def close(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
+        hidden_states, _ = super().close()
+        return hidden_states, tuple(self.depth_weights) if self.output_depth_weights else None
+
+
 class AttnResStart(DepthPreTrainedModel):
     """How mixers start: queries at zero, gains at one, biases as the configuration says."""
 
@@ -355,13 +462,16 @@ class AttnResStart(DepthPreTrainedModel):
 class AttnResDecoder(DepthDecoderModel):
     __doc__ = f"""{DepthDecoderModel.__doc__}
     Its `hidden_states` are the running sums that the layers get, the embedding first, and last the final state: mixed
-    and normalised.
+    and normalised. With additive routing they are the residual stream, as in the vanilla model.
     """
     ledger_class = AttnResLedger
     layer_class: ClassVar[type[AttnResLayer]]
 
     def add_modules(self, config: PreTrainedConfig) -> None:
-        self.output_mixer = AttnResMixer(config)
+        if config.attnres_routing == "additive":
+            self.ledger_class = AdditiveLedger
+        else:
+            self.output_mixer = AttnResMixer(config)
         self.num_sources = config.num_finished_sources
         self.restarts = config.attnres_variant != "cumulative"
 

@@ -9,6 +9,8 @@ slot of the ordinary KV cache. A layer needs nothing of the past but its own cac
 from collections.abc import Sequence
 
 import torch
+from torch import nn
+from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils.output_capturing import OutputRecorder
@@ -18,8 +20,21 @@ from depthmix.kernels.depth_dispatch import check_implementation
 from depthmix.kernels.depth_value_mix_op import depth_value_weights
 
 from .decoder_layers import DecoderAttention, DecoderLayer
-from .depth_decoder import DepthDecoderModel, Ledger, ModelClasses
+from .depth_decoder import DepthDecoderModel, DepthPreTrainedModel, Ledger, ModelClasses
+from .mixing_modules import MixingModule, mixing_dtype
 from .transformers_versions import accepts_both_cache_names
+
+
+class DepthGate(MixingModule):
+    """By how much the mix counts for each key-value head: 0 leaves the layer's own value, 1 is the whole mix."""
+
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(config.num_key_value_heads, dtype=mixing_dtype()))
+
+    def forward(self) -> torch.Tensor:
+        """The gate of each head, `[Hkv]`."""
+        return self.weight
 
 
 class DepthAttention(DecoderAttention):
@@ -31,6 +46,8 @@ class DepthAttention(DecoderAttention):
         # a source in one of the passes returns its key and value in all of them
         self.is_depth_source = layer_idx in source_layers(config)
         self.is_looped = config.num_loops > 1
+        has_gate = config.depth_gate and layer_idx in mixing_layers(config)
+        self.depth_gate = DepthGate(config) if has_gate else None
 
     @accepts_both_cache_names
     def forward(
@@ -58,12 +75,19 @@ class DepthAttention(DecoderAttention):
                 "num_loops > 1: continuous batching and attention functions of servers are not supported, since they "
                 "keep the keys and values of one pass only."
             )
+        # called in every pass of a looped model, also in one without sources: sharded modules count their calls
+        gate = None if self.depth_gate is None else self.depth_gate()
         query, key, value = self.finish(
-            *self.project(hidden_states), position_embeddings, source_keys=source_keys, source_values=source_values
+            *self.project(hidden_states),
+            position_embeddings,
+            source_keys=source_keys,
+            source_values=source_values,
+            gate=gate,
         )
         depth_weights = None
         if output_depth_weights:
-            depth_weights = depth_value_weights(query, [*source_keys, key], scaling=self.scaling)
+            gate = gate if source_keys else None
+            depth_weights = depth_value_weights(query, [*source_keys, key], scaling=self.scaling, gate=gate)
         keys, values = self.remember(key, value, past_key_values, kwargs, cache_slot)
         attn_output, attn_weights = self.read(query, keys, values, attention_mask, kwargs)
         if not self.is_depth_source:
@@ -80,6 +104,11 @@ class DepthAttention(DecoderAttention):
 def source_layers(config: PreTrainedConfig) -> set[int]:
     """The layers that are a source of some layer, in whichever pass."""
     return {source % config.num_hidden_layers for sources in config.depth_sources for source in sources}
+
+
+def mixing_layers(config: PreTrainedConfig) -> set[int]:
+    """The layers that have sources, in whichever pass."""
+    return {reader % config.num_hidden_layers for reader, sources in enumerate(config.depth_sources) if sources}
 
 
 class DepthAttentionLayer(DecoderLayer):
@@ -146,6 +175,16 @@ class DepthAttentionLedger(Ledger):
             self.keys_and_values[step] = key_and_value
 
 
+class DepthAttentionStart(DepthPreTrainedModel):
+    """How gates start: closed."""
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module):
+        super()._init_weights(module)
+        if isinstance(module, DepthGate):
+            init.zeros_(module.weight)
+
+
 class DepthAttentionDecoder(DepthDecoderModel):
     __doc__ = DepthDecoderModel.__doc__
     ledger_class = DepthAttentionLedger
@@ -167,6 +206,7 @@ MODELS = ModelClasses(
     CONFIGURATIONS,
     layer=DepthAttentionLayer,
     model=DepthAttentionDecoder,
+    pretrained=DepthAttentionStart,
     tags=("depthmix", "depth-attention"),
     recorded=(("depth_weights", OutputRecorder(DepthAttention, index=2)),),
 )

@@ -122,19 +122,21 @@ FAMILIES = {
         count_sources=lambda args, kwargs: len(kwargs["source_values"]),
         patterns={
             "stride_1": {"depth_stride": 1},
-            "stride_2": {"depth_stride": 2},
+            "gated": {"depth_stride": 2, "depth_gate": True},
             "window": {"depth_stride": 3, "depth_window": 2},
         },
+        own_modules=("depth_gate",),
     ),
     "attnres": Family(
         head=AttnResForCausalLM,
         classifier=AttnResForSequenceClassification,
         vanilla=Qwen3ForCausalLM,
         reader=lambda layer: layer.mlp_mixer,
-        count_sources=lambda args, kwargs: len(args[2]),
+        count_sources=lambda args, kwargs: len(next(each for each in args if isinstance(each, tuple))),
         patterns={
             "full": {"attnres_variant": "full"},
             "block_4": {"attnres_block_size": 4},
+            "additive": {"attnres_block_size": 3, "attnres_routing": "additive", "attnres_recency_bias": True},
             "block_3": {"attnres_block_size": 3, "attnres_scale": "sum", "attnres_recency_bias": True},
             "cumulative": {"attnres_variant": "cumulative", "attnres_block_size": 4, "attnres_recency_bias": True},
         },

@@ -1,7 +1,7 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """Operations that mix along the depth of a model. They need torch alone, and are faster with Triton."""
 
-from .attn_res_op import attn_res, attn_res_phase_1, attn_res_phase_2, attn_res_weights
+from .attn_res_op import attn_res, attn_res_additive, attn_res_phase_1, attn_res_phase_2, attn_res_weights
 from .depth_average_op import depth_average
 from .depth_value_mix_op import depth_value_mix, depth_value_weights
 from .gated_linear_op import gated_linear, gated_product
@@ -15,6 +15,7 @@ from .shared_input_linear_op import shared_input_linear
 __all__ = [
     "DepthStream",
     "attn_res",
+    "attn_res_additive",
     "attn_res_phase_1",
     "attn_res_phase_2",
     "attn_res_weights",

@@ -3,11 +3,13 @@
 
 from collections.abc import Sequence
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .attn_res_reference import (
+    attn_res_additive_reference,
     attn_res_phase_1_reference,
     attn_res_phase_2_reference,
     attn_res_reference,
@@ -109,6 +111,65 @@ def attn_res(
     gains = [] if norm_weight is None else [norm_weight]
     (output,), (log_sum_exp,), _ = _phase_1_in_groups(finished, [pseudo_query], gains, eps)
     return run_attn_res_phase_2(output, log_sum_exp, last, None, *parameters, [], eps, factor)[0]
+
+
+def attn_res_additive(
+    stream: Tensor,
+    sources: Sequence[Tensor],
+    pseudo_query: Tensor,
+    norm_weight: Tensor | None = None,
+    *,
+    eps: float,
+    bias: Tensor | None = None,
+    scale: str = "mean",
+    impl: str = "auto",
+) -> Tensor:
+    r"""
+    Adds to the residual stream what the mix of the sources has beyond their mean: additive routing, after
+    arXiv 2605.18855, but without its constant part, so that a query of zeros adds nothing, whatever the sources are:
+
+    $$h = x + c \sum_i \bigl(a_i - \tfrac 1N\bigr) v_i.$$
+
+    Args:
+        stream (`torch.Tensor` of shape `[..., d]`):
+            The residual stream \\(x\\).
+        sources, pseudo_query, norm_weight, eps, bias, impl: as in [`attn_res`].
+        scale (`str`, *optional*, defaults to `"mean"`):
+            With `"mean"` \\(c\\) is 1, with `"sum"` the number of sources; if they add up to the stream, the result is
+            then that of [`attn_res`] with `"sum"`.
+
+    Returns:
+        `torch.Tensor` of shape `[..., d]` in the dtype of the stream, to the last bit the stream itself if query and
+        bias are zero. With kernels the mix and the mean are each rounded to the dtype of the sources.
+
+    Raises:
+        `ValueError`: if shapes do not fit together, or `scale` or `impl` is unknown.
+        `RuntimeError`: if `impl="triton"` cannot run.
+
+    Example:
+
+        >>> import torch
+        >>> from depthmix.kernels import attn_res_additive
+
+        >>> stream, sources = torch.randn(2, 8), [torch.randn(2, 8) for _ in range(3)]
+        >>> attn_res_additive(stream, sources, torch.zeros(8), eps=1e-6).equal(stream)
+        True
+    """
+    _check_sources(sources)
+    _check_shapes({"stream": stream} | {f"sources[{i}]": source for i, source in enumerate(sources)})
+    _check_site(sources[-1], pseudo_query, norm_weight, bias, None)
+    _check_scale(scale)
+    way = route(impl, "attn_res_additive", attn_res_obstacle(*sources, pseudo_query, norm_weight, bias, None))
+    options: dict[str, Any] = {"eps": eps, "scale": scale}
+    if way is not Route.KERNEL:
+        return attn_res_additive_reference(stream, sources, pseudo_query, norm_weight, bias=bias, **options)
+    # by the same kernel, so that its difference from the mix is zero where the weights are equal
+    mean_of = [None if each is None else torch.zeros_like(each) for each in (pseudo_query, norm_weight, bias)]
+    mix, mean = (
+        attn_res(sources, query, gain, bias=number, **options, impl=impl)
+        for query, gain, number in ((pseudo_query, norm_weight, bias), mean_of)
+    )
+    return (stream + (mix - mean)).to(stream.dtype)
 
 
 def attn_res_weights(

@@ -73,6 +73,24 @@ def attn_res_reference(
     return _finish(mixed_XD, factor, output_norm_weight, eps, mix_dtype(*sources))
 
 
+def attn_res_additive_reference(
+    stream: Tensor,
+    sources: Sequence[Tensor],
+    pseudo_query: Tensor,
+    norm_weight: Tensor | None,
+    *,
+    eps: float,
+    bias: Tensor | None = None,
+    scale: str = "mean",
+) -> Tensor:
+    """The stream and what the mix of the sources has beyond their mean, `[X, D]`. See `attn_res_additive`."""
+    weights_XN = attn_res_weights_reference(sources, pseudo_query, norm_weight, eps=eps, bias=bias)
+    # what equal logits give, from the same softmax: the difference is zero then, and not nearly so
+    beyond_XN = (weights_XN - torch.zeros_like(weights_XN).softmax(-1)) * (len(sources) if scale == "sum" else 1)
+    weighted = (beyond_XN[..., i : i + 1] * source_XD.to(beyond_XN.dtype) for i, source_XD in enumerate(sources))
+    return (stream.to(beyond_XN.dtype) + reduce(torch.add, weighted)).to(stream.dtype)
+
+
 def attn_res_phase_1_reference(
     sources: Sequence[Tensor], pseudo_queries: Sequence[Tensor], norm_weights: Sequence[Tensor] | None, *, eps: float
 ) -> tuple[list[Tensor], list[Tensor]]:

@@ -20,6 +20,15 @@ def check_heads(heads: int, kv_heads: int) -> None:
         raise ValueError(f"{heads} query heads, {kv_heads} key-value heads: the latter must divide the former.")
 
 
+def check_gate(gate: Tensor | None, heads: int) -> None:
+    """
+    Raises:
+        `ValueError`: if there is a gate, and it has not one number for each head.
+    """
+    if gate is not None and gate.shape != (heads,):
+        raise ValueError(f"gate has shape {list(gate.shape)}: must be [{heads}], one number for each head.")
+
+
 def check_depth_entries(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """
     Raises:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .depth_checks import check_depth_entries, default_scaling
+from .depth_checks import check_depth_entries, check_gate, default_scaling
 from .depth_dispatch import Route, route
 from .depth_value_mix_reference import depth_value_mix_reference, depth_value_weights_reference
 from .norm_rotary_mix_triton import norm_rotary_mix_obstacle, run_norm_rotary_mix
@@ -17,6 +17,7 @@ def depth_value_mix(
     values: Sequence[Tensor],
     *,
     scaling: float | None = None,
+    gate: Tensor | None = None,
     impl: str = "auto",
 ) -> Tensor:
     r"""
@@ -38,6 +39,9 @@ def depth_value_mix(
             The values that belong to `keys`: those of the sources already mixed, the layer's own as projected.
         scaling (`float`, *optional*):
             Factor of the scores, `d ** -0.5` by default.
+        gate (`torch.Tensor` of shape `[Hkv]`, *optional*):
+            By how much the mix counts: with the gate \\(g\\) the result is \\(g u + (1 - g) v_{N-1}\\): for 0 the
+            layer's own value and for 1 the whole mix, bit for bit. Other numbers, negative ones too, are as good.
         impl (`str`, *optional*, defaults to `"auto"`):
             `"reference"` is pure PyTorch and runs anywhere. `"triton"` is one fused kernel, for fp16, bf16 and fp32 on
             a GPU and head dims up to 256, whose gradients cannot be differentiated again. `"auto"` is the kernel where
@@ -64,26 +68,30 @@ def depth_value_mix(
         tensor([1., 1., 1., 1.])
     """
     check_depth_entries(query, keys, values)
+    check_gate(gate, keys[-1].shape[1])
     scaling = default_scaling(query, scaling)
-    way = route(impl, "depth_value_mix", norm_rotary_mix_obstacle(query, keys, values))
+    way = route(impl, "depth_value_mix", norm_rotary_mix_obstacle(query, keys, values, gate))
     if len(keys) == 1:
         return values[-1]
     if way is Route.KERNEL:
-        (mixed,) = run_norm_rotary_mix(query, list(keys), list(values), None, None, None, None, scaling, 0.0, True)
+        parameters = None, None, gate, None, None
+        (mixed,) = run_norm_rotary_mix(query, list(keys), list(values), *parameters, scaling, 0.0, True)
         return mixed
-    return depth_value_mix_reference(query, keys, values, scaling=scaling)
+    return depth_value_mix_reference(query, keys, values, scaling=scaling, gate=gate)
 
 
-def depth_value_weights(query: Tensor, keys: Sequence[Tensor], *, scaling: float | None = None) -> Tensor:
-    """
-    The weights `a` that [`depth_value_mix`] gives to its entries, for inspection.
+def depth_value_weights(
+    query: Tensor, keys: Sequence[Tensor], *, scaling: float | None = None, gate: Tensor | None = None
+) -> Tensor:
+    r"""
+    The weights that [`depth_value_mix`] gives to its entries, for inspection.
 
     Args:
-        query, keys, scaling: as in [`depth_value_mix`].
+        query, keys, scaling, gate: as in [`depth_value_mix`].
 
     Returns:
         `torch.Tensor` of shape `[B, Hkv, T, N]`, fp32 (fp64 for fp64 inputs), the layer's own weight last; each row
-        sums to one.
+        sums to one. With a gate they are \\(g a\\), and \\(g a + 1 - g\\) of the layer itself.
 
     Raises:
         `ValueError`: if the shapes do not fit together.
@@ -98,4 +106,5 @@ def depth_value_weights(query: Tensor, keys: Sequence[Tensor], *, scaling: float
         tensor([0.2500, 0.2500, 0.2500, 0.2500])
     """
     check_depth_entries(query, keys, keys)
-    return depth_value_weights_reference(query, keys, scaling=default_scaling(query, scaling))
+    check_gate(gate, keys[-1].shape[1])
+    return depth_value_weights_reference(query, keys, scaling=default_scaling(query, scaling), gate=gate)

@@ -91,6 +91,11 @@ def _store_column_sums(partial_sums, row, halves, HEAD_DIM: tl.constexpr, BLOCK_
 
 
 @triton.jit
+def _load_gate(gate, head_R):
+    return tl.load(gate[0] + head_R.to(tl.int64) * gate[1]).to(tl.float32)
+
+
+@triton.jit
 def _float(halves):
     return halves[0].to(tl.float32), halves[1].to(tl.float32)
 
@@ -178,6 +183,7 @@ def norm_rotary_mix_fwd_kernel(
     sources,
     query_norm,
     key_norm,
+    gate,
     cos,
     sin,
     finished_query,
@@ -219,7 +225,8 @@ def norm_rotary_mix_fwd_kernel(
         mean = _scale(scaling / GROUP, mean)
         own_score_R = _dot(mean, own_key)
         highest_R = own_score_R
-        mixed = _float(_load(value, head_R, place, HEAD_DIM, BLOCK_HALF))
+        own_value = _load(value, head_R, place, HEAD_DIM, BLOCK_HALF)
+        mixed = _float(own_value)
         if source_strides is None:
             scores = ()
             for i in tl.static_range(len(source_keys)):
@@ -247,6 +254,10 @@ def norm_rotary_mix_fwd_kernel(
                 total_R = total_R * kept_R + odds_R
                 mixed = _add(_scale(kept_R[:, None], mixed), _scale(odds_R[:, None], source_value))
         mixed = _scale((1.0 / total_R)[:, None], mixed)
+        if gate is not None:
+            # Sums of products: with a gate of 0 or 1 one of them is nothing, and the other is not rounded.
+            gate_R = _load_gate(gate, head_R)
+            mixed = _add(_scale(gate_R[:, None], mixed), _scale((1.0 - gate_R)[:, None], _float(own_value)))
         _store(mixed_value, mixed, head_R, KV_HEADS, place, HEAD_DIM, BLOCK_HALF)
     if finished_query is not None:
         for g in tl.static_range(GROUP):
@@ -268,6 +279,7 @@ def norm_rotary_mix_bwd_kernel(
     sources,
     query_norm,
     key_norm,
+    gate,
     cos,
     sin,
     query_grad,
@@ -276,6 +288,7 @@ def norm_rotary_mix_bwd_kernel(
     source_key_grads,
     source_value_grads,
     norm_grads,
+    gate_grads,
     tokens,
     scaling,
     eps,
@@ -355,13 +368,23 @@ def norm_rotary_mix_bwd_kernel(
         product_R = product_R / total_R
 
         own_weight_R = tl.exp(own_score_R - highest_R) / total_R
-        score_grad_R = own_weight_R * (own_product_R - product_R)
-        _store(value_grad, _scale(own_weight_R[:, None], grad), head_R, KV_HEADS, place, HEAD_DIM, BLOCK_HALF)
+        own_share_R = own_weight_R
+        # what the weights of all entries are multiplied by
+        factor_R = 1.0
+        if gate is not None:
+            factor_R = _load_gate(gate, head_R)
+            own_share_R = factor_R * own_weight_R + (1.0 - factor_R)
+            batch, _, token_R, valid_R = place
+            # A second reduction adds these up: atomics would add in a different order each time.
+            gate_grad = gate_grads + (batch * tokens + token_R) * KV_HEADS + head_R
+            tl.store(gate_grad, product_R - own_product_R, mask=valid_R)
+        score_grad_R = factor_R * own_weight_R * (own_product_R - product_R)
+        _store(value_grad, _scale(own_share_R[:, None], grad), head_R, KV_HEADS, place, HEAD_DIM, BLOCK_HALF)
         own_key_grad = _add(own_key_grad, _scale(score_grad_R[:, None], mean))
         mean_grad = _scale(score_grad_R[:, None], own_key)
         if source_strides is None:
             for i in tl.static_range(len(source_keys)):
-                weight_R = tl.exp(scores[i] - highest_R) / total_R
+                weight_R = factor_R * (tl.exp(scores[i] - highest_R) / total_R)
                 score_grad_R = weight_R * (products[i] - product_R)
                 mean_grad = _add(mean_grad, _scale(score_grad_R[:, None], _float(keys[i])))
                 key_grad_i = _scale(score_grad_R[:, None], mean)
@@ -372,7 +395,7 @@ def norm_rotary_mix_bwd_kernel(
             for i in range(sources):
                 source_key = _load_source(source_keys, source_strides[0], i, head_R, place, HEAD_DIM, BLOCK_HALF)
                 source_value = _load_source(source_values, source_strides[1], i, head_R, place, HEAD_DIM, BLOCK_HALF)
-                weight_R = tl.exp(_dot(mean, source_key) - highest_R) / total_R
+                weight_R = factor_R * (tl.exp(_dot(mean, source_key) - highest_R) / total_R)
                 score_grad_R = weight_R * (_dot(grad, source_value) - product_R)
                 mean_grad = _add(mean_grad, _scale(score_grad_R[:, None], source_key))
                 key_grad_i = _scale(score_grad_R[:, None], mean)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .depth_checks import check_depth_entries, default_scaling
+from .depth_checks import check_depth_entries, check_gate, default_scaling
 from .depth_dispatch import Route, route
 from .norm_rotary_mix_reference import norm_rotary_mix_reference
 from .norm_rotary_mix_triton import norm_rotary_mix_obstacle, run_norm_rotary_mix
@@ -29,6 +29,7 @@ def norm_rotary_mix(
     source_keys: Sequence[Tensor] = (),
     source_values: Sequence[Tensor] = (),
     scaling: float | None = None,
+    gate: Tensor | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     r"""
@@ -53,6 +54,8 @@ def norm_rotary_mix(
             Finished keys and mixed values of the source layers.
         scaling (`float`, *optional*):
             Factor of the depth scores, `d ** -0.5` by default.
+        gate (`torch.Tensor` of shape `[Hkv]`, *optional*):
+            As in [`depth_value_mix`]; without sources it has no effect.
         impl (`str`, *optional*, defaults to `"auto"`):
             As in [`depth_value_mix`].
 
@@ -87,14 +90,20 @@ def norm_rotary_mix(
     for name, weight in (("query_norm_weight", query_norm_weight), ("key_norm_weight", key_norm_weight)):
         if weight is not None and weight.shape != query.shape[-1:]:
             raise ValueError(f"{name} has shape {list(weight.shape)}: must be [d] = [{query.shape[-1]}].")
+    check_gate(gate, key.shape[1])
+    gate = gate if source_keys else None
     scaling = default_scaling(query, scaling)
     constants = (query_norm_weight, key_norm_weight, cos, sin)
-    obstacle = norm_rotary_mix_obstacle(query, keys, values, *constants)
+    obstacle = norm_rotary_mix_obstacle(query, keys, values, gate, *constants)
     if needs_grad((cos, sin)):
         obstacle = "gives cos and sin no gradient"
     if route(impl, "norm_rotary_mix", obstacle) is Route.KERNEL:
         outputs = run_norm_rotary_mix(
-            query, keys, values if source_keys else [], *constants, scaling, eps, key_norm_position == "before_rope"
+            query,
+            keys,
+            values if source_keys else [],
+            *(query_norm_weight, key_norm_weight, gate, cos, sin),
+            *(scaling, eps, key_norm_position == "before_rope"),
         )
         if all(constant is None for constant in constants):
             outputs = [query, key, *outputs]
@@ -113,6 +122,7 @@ def norm_rotary_mix(
         source_keys=source_keys,
         source_values=source_values,
         scaling=scaling,
+        gate=gate,
     )
 
 

@@ -28,6 +28,7 @@ def norm_rotary_mix_reference(
     source_keys: Sequence[Tensor],
     source_values: Sequence[Tensor],
     scaling: float,
+    gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Finished query `[B, H, T, D]`, finished key and mixed value `[B, K, T, D]`. See `norm_rotary_mix`."""
     query_BHTD = _rotate(_normalise(_widen(query), query_norm_weight, eps), cos, sin).to(query.dtype)
@@ -40,7 +41,7 @@ def norm_rotary_mix_reference(
     key_BKTD = key_BKTD.to(key.dtype)
     if source_keys:
         value = depth_value_mix_reference(
-            query_BHTD, [*source_keys, key_BKTD], [*source_values, value], scaling=scaling
+            query_BHTD, [*source_keys, key_BKTD], [*source_values, value], scaling=scaling, gate=gate
         )
     return query_BHTD, key_BKTD, value
 

@@ -45,6 +45,7 @@ def norm_rotary_mix_forward(
     values: Sequence[Tensor],
     query_norm: Tensor | None,
     key_norm: Tensor | None,
+    gate: Tensor | None,
     cos: Tensor | None,
     sin: Tensor | None,
     scaling: float,
@@ -63,7 +64,7 @@ def norm_rotary_mix_forward(
     if programs:
         with device_of(query):
             norm_rotary_mix_fwd_kernel[(programs,)](
-                *_input_arguments(query, keys, values, query_norm, key_norm, cos, sin),
+                *_input_arguments(query, keys, values, query_norm, key_norm, gate, cos, sin),
                 *finished,
                 mixed,
                 query.shape[2],
@@ -82,6 +83,7 @@ def norm_rotary_mix_backward(
     values: Sequence[Tensor],
     query_norm: Tensor | None,
     key_norm: Tensor | None,
+    gate: Tensor | None,
     cos: Tensor | None,
     sin: Tensor | None,
     scaling: float,
@@ -90,7 +92,7 @@ def norm_rotary_mix_backward(
 ) -> list[Tensor]:
     """
     Returns the gradients of the query, of each key, of each value, and, if there are norms, those of the weights of
-    the query norm and the key norm as one fp32 tensor `[2, D]`.
+    the query norm and the key norm as one fp32 tensor `[2, D]`, and if there is a gate, its gradient, fp32 `[K]`.
     """
     finished_grads = output_grads[:2] if len(output_grads) > 1 else (None, None)
     mixed_grad = output_grads[-1] if values else None
@@ -99,30 +101,34 @@ def norm_rotary_mix_backward(
     programs, constants = _launch(query, keys[-1], BACKWARD_ELEMENTS)
     has_norms = query_norm is not None or key_norm is not None
     norm_grads = query.new_empty((programs, 2, query.shape[-1]), dtype=torch.float32) if has_norms else None
+    batch, kv_heads, tokens, _ = keys[-1].shape
+    gate_grads = None if gate is None else query.new_empty((batch * tokens, kv_heads), dtype=torch.float32)
     if programs:
         with device_of(query):
             norm_rotary_mix_bwd_kernel[(programs,)](
                 *map(strided, (*finished_grads, mixed_grad)),
-                *_input_arguments(query, keys, values, query_norm, key_norm, cos, sin),
+                *_input_arguments(query, keys, values, query_norm, key_norm, gate, cos, sin),
                 query_grad,
                 key_grads[-1],
                 value_grads[-1] if values else None,
                 _padded(key_grads[:-1]),
                 _padded(value_grads[:-1]),
                 norm_grads,
+                gate_grads,
                 query.shape[2],
                 scaling,
                 eps,
                 KEY_NORM_FIRST=key_norm_first,
                 **constants,
             )
-    return [*input_grads, norm_grads.sum(0)] if has_norms else input_grads
+    return [*input_grads, *(grads.sum(0) for grads in (norm_grads, gate_grads) if grads is not None)]
 
 
-def _input_arguments(query, keys, values, query_norm, key_norm, cos, sin) -> tuple:
+def _input_arguments(query, keys, values, query_norm, key_norm, gate, cos, sin) -> tuple:
     own = map(strided, (query, keys[-1], values[-1] if values else None))
-    norms_and_tables = (strided(query_norm), strided(key_norm), _table_argument(cos), _table_argument(sin))
-    return *own, *_source_arguments(keys[:-1], values[:-1]), *norms_and_tables
+    parameters = map(strided, (query_norm, key_norm, gate))
+    tables = map(_table_argument, (cos, sin))
+    return *own, *_source_arguments(keys[:-1], values[:-1]), *parameters, *tables
 
 
 def _source_arguments(keys: Sequence[Tensor], values: Sequence[Tensor]) -> tuple:
@@ -189,34 +195,38 @@ def _launch(query: Tensor, key: Tensor, elements: int) -> tuple[int, dict[str, i
     return batch * divide_up(tokens * kv_heads, block_rows), constants
 
 
-def _new_norm_grads(output_grads, query, keys, values, query_norm, key_norm, *_) -> list[Tensor]:
+def _new_all_grads(output_grads, query, keys, values, query_norm, key_norm, gate, *_) -> list[Tensor]:
     grads = _new_input_grads(query, keys, values)
     if not (query_norm is None and key_norm is None):
         grads.append(query.new_empty((2, query.shape[-1]), dtype=torch.float32))
+    if gate is not None:
+        grads.append(torch.empty_like(gate, dtype=torch.float32, memory_format=torch.contiguous_format))
     return grads
 
 
 def _save_for_backward(ctx, inputs, output):
-    query, keys, values, query_norm, key_norm, cos, sin, *ctx.constants, _ = inputs
+    query, keys, values, query_norm, key_norm, gate, cos, sin, *ctx.constants, _ = inputs
     ctx.entries = len(keys), len(values)
-    ctx.save_for_backward(query, query_norm, key_norm, cos, sin, *keys, *values)
+    ctx.save_for_backward(query, query_norm, key_norm, gate, cos, sin, *keys, *values)
 
 
 def _backward(ctx, output_grads):
-    query, query_norm, key_norm, cos, sin, *entries = ctx.saved_tensors
+    query, query_norm, key_norm, gate, cos, sin, *entries = ctx.saved_tensors
     keys, values = entries[: ctx.entries[0]], entries[ctx.entries[0] :]
-    grads = _run_backward(list(output_grads), query, keys, values, query_norm, key_norm, cos, sin, *ctx.constants)
+    parameters = query_norm, key_norm, gate
+    grads = _run_backward(list(output_grads), query, keys, values, *parameters, cos, sin, *ctx.constants)
     query_grad, key_grads, value_grads = grads[0], grads[1 : 1 + len(keys)], grads[1 + len(keys) : 1 + len(entries)]
+    gate_grad = None if gate is None else grads.pop().to(gate.dtype)
     norm_grads = [
         None if norm is None else grads[-1][i].to(norm.dtype) for i, norm in enumerate((query_norm, key_norm))
     ]
-    return query_grad, key_grads, value_grads, *norm_grads, None, None, None, None, None, None
+    return query_grad, key_grads, value_grads, *norm_grads, gate_grad, None, None, None, None, None, None
 
 
-_run_backward = Operation(norm_rotary_mix_backward, _new_norm_grads)
+_run_backward = Operation(norm_rotary_mix_backward, _new_all_grads)
 run_norm_rotary_mix = DifferentiableOperation(
     norm_rotary_mix_forward,
-    lambda query, keys, values, query_norm, key_norm, cos, *_: _new_outputs(
+    lambda query, keys, values, query_norm, key_norm, gate, cos, *_: _new_outputs(
         query, keys, values, query_norm, key_norm, cos
     ),
     _save_for_backward,

@@ -31,6 +31,7 @@ def test_defaults():
         "depth_window": 0,
         "key_norm_position": "before_rope",
         "num_loops": 1,
+        "depth_gate": False,
         "depth_impl": "auto",
         "output_depth_weights": False,
     }

@@ -37,8 +37,9 @@ def fails(capsys):
 def test_convert_and_inspect(qwen3_source, tmp_path, capsys):
     source, dest = qwen3_source(), tmp_path / "converted"
     main(["convert", str(source), str(dest), "--to", "depth_qwen3", "--depth-stride", "3", "--depth-window", "1",
-          "--key-norm-position", "after_rope", "--dtype", "bfloat16", "--shard-size", "100KB"])  # fmt: skip
+          "--no-retrofit", "--key-norm-position", "after_rope", "--dtype", "bfloat16", "--shard-size", "100KB"])  # fmt: skip
     output = capsys.readouterr()
+    assert "It starts as the method was published" in output.out
     for text in ("Converted", "47 kept", "321.15 KB", "depth_stride: 3 (new)", "key_norm_position: 'after_rope'"):
         assert text in output.out
     assert "100%" in output.err, "the progress bar"
@@ -54,6 +55,7 @@ def test_convert_and_inspect(qwen3_source, tmp_path, capsys):
     text = capsys.readouterr().out
     assert f"{source}: Qwen3 (model_type is 'qwen3')" in text
     assert "to depth_attention: yes, to depth_qwen3, with depth_stride=2, depth_window=0" in text
+    assert "depth_gate=True unless asked otherwise. It is a retrofit. The converted model computes exactly" in text
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,7 @@ class TestVanilla:
             to="attnres",
             attnres_variant="cumulative",
             attnres_recency_bias=True,
+            retrofit=False,
             progress=False,
         )
         config = AttnResConfig.from_pretrained(tmp_path / "converted")
@@ -328,4 +329,5 @@ def test_inspect_names_all_targets(vanilla_source):
     assert list(conversions) == [*METHODS]
     assert all(outcome.startswith("yes, to ") for outcome in conversions.values())
     fields = "attnres_variant='block', attnres_block_size=1, attnres_recency_bias=False, attnres_scale='sum'"
-    assert conversions["attnres"].startswith(f"yes, to attnres, with {fields}, key_norm_position='before_rope'")
+    fields += ", attnres_routing='replace', key_norm_position='before_rope'"
+    assert conversions["attnres"].startswith(f"yes, to attnres, with {fields}")

@@ -58,7 +58,7 @@ class TestVanilla:
         assert len(report.new) == 65 and not after["model.layers.1.mlp_connection.projection"].any()
         config = MHCConfig.from_pretrained(tmp_path / "converted")
         assert (config.mhc_num_streams, config.mhc_sinkhorn_iters) == (3, 5)
-        assert config.mhc_sinkhorn_order == "columns_first"
+        assert config.mhc_sinkhorn_order == "rows_first"
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ class TestFunction:
     @pytest.mark.parametrize("options", [{}, {"depth_stride": 1}, {"depth_stride": 3, "depth_window": 1}])
     def test_with_mixing_it_is_the_same_weights_in_our_class(self, options, qwen3_source, tmp_path, tiny, token_ids):
         source = qwen3_source()
-        report = convert(source, tmp_path / "converted", progress=False, **options)
+        report = convert(source, tmp_path / "converted", retrofit=False, progress=False, **options)
         ids = token_ids(2, 20)
         logits = logits_of(tmp_path / "converted", ids)
         assert (logits - logits_of(source, ids)).abs().max() > 0.05, "control: the mixing must matter"
@@ -46,7 +46,7 @@ class TestFunction:
 
     def test_no_new_and_no_uninitialised_parameters(self, qwen3_source, tmp_path):
         source = qwen3_source()
-        report = convert(source, tmp_path / "converted", progress=False)
+        report = convert(source, tmp_path / "converted", retrofit=False, progress=False)
         assert report.new == report.renamed == report.dropped == []
         vanilla = load_file(source / "model.safetensors")
         assert report.kept == list(Qwen3ForCausalLM.from_pretrained(source).state_dict())

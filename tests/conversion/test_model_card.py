@@ -56,13 +56,20 @@ def test_broken_metadata_is_reported(block, qwen3_source, tmp_path):
 
 
 def test_text(card_of, tmp_path):
-    text = card_of(depth_stride=3).text
+    text = card_of(depth_stride=3, retrofit=False).text
+    assert "It starts as the method was published, or as the options say. The converted model" in text
     assert "another function than the vanilla checkpoint" in text and "Fine-tune it before use" in text
     assert 'AutoModelForCausalLM.from_pretrained("path/or/id", trust_remote_code=True)' in text
     assert 'AutoTokenizer.from_pretrained("path/or/id", trust_remote_code=True)' in text
     assert "transformers 5.16.1 to 5.24" in text
     assert "- `depth_stride: 3 (new)`" in text and "47 kept" in text
     assert str(tmp_path) not in text, "paths are nobody's business"
+
+
+def test_text_of_a_retrofit(card_of):
+    text = card_of(depth_stride=3).text
+    assert "It is a retrofit. The converted model computes exactly what the vanilla checkpoint does: the gates" in text
+    assert "- `depth_gate: True (new)`" in text and "3 new" in text and "Fine-tune" not in text
 
 
 def test_text_without_mixing(card_of):

@@ -24,15 +24,15 @@ TARGETS = {
     "gfx942": (GPUTarget("hip", "gfx942", 64), 64 * 1024),
 }
 POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.bool: "*i1"}
-# head dim, query heads, key-value heads, sources, dtype, norms and rotation, key norm before the rotation
+# head dim, query heads, key-value heads, sources, dtype, norms and rotation, key norm before the rotation, gate
 NORM_ROTARY_MIX = (
-    (64, 32, 8, 0, torch.bfloat16, True, True),
-    (64, 32, 8, 2, torch.bfloat16, True, True),
-    (128, 16, 8, 1, torch.float16, True, False),
-    (80, 6, 2, 4, torch.float32, True, True),
-    (64, 8, 8, 15, torch.bfloat16, True, True),
-    (64, 32, 8, 2, torch.bfloat16, False, True),
-    (256, 4, 4, 1, torch.float32, False, True),
+    (64, 32, 8, 0, torch.bfloat16, True, True, False),
+    (64, 32, 8, 2, torch.bfloat16, True, True, False),
+    (128, 16, 8, 1, torch.float16, True, False, True),
+    (80, 6, 2, 4, torch.float32, True, True, False),
+    (64, 8, 8, 15, torch.bfloat16, True, True, True),
+    (64, 32, 8, 2, torch.bfloat16, False, True, False),
+    (256, 4, 4, 1, torch.float32, False, True, True),
 )
 
 
@@ -48,7 +48,7 @@ class Recorder:
 
 def norm_rotary_mix_launches():
     """`(kernel, arguments, constants, whether loads must be wide)` of forward and backward of each of these."""
-    for head_dim, heads, kv_heads, sources, dtype, fused, key_norm_first in NORM_ROTARY_MIX:
+    for head_dim, heads, kv_heads, sources, dtype, fused, key_norm_first, gated in NORM_ROTARY_MIX:
 
         def rows(heads, head_dim=head_dim, dtype=dtype):
             return torch.empty(2, 128, heads, head_dim, dtype=dtype, device="meta").transpose(1, 2)
@@ -57,7 +57,9 @@ def norm_rotary_mix_launches():
         keys, values = ([rows(kv_heads) for _ in range(sources + 1)] for _ in range(2))
         norm = torch.empty(head_dim, dtype=dtype, device="meta") if fused else None
         table = torch.empty(1, 128, head_dim, dtype=dtype, device="meta") if fused else None
-        arguments = (query, keys, values if sources else [], norm, norm, table, table, 0.1, 1e-6, key_norm_first)
+        gate = torch.empty(kv_heads, dtype=torch.float32, device="meta") if gated else None
+        entries = keys, values if sources else []
+        arguments = (query, *entries, norm, norm, gate, table, table, 0.1, 1e-6, key_norm_first)
         outputs = [query, keys[-1]] * fused + values[-1:] * bool(sources)
         for direction, call in (
             ("fwd", lambda a=arguments: norm_rotary_mix_triton.norm_rotary_mix_forward(*a)),

@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from depthmix.kernels import (
     attn_res,
+    attn_res_additive,
     attn_res_phase_1,
     attn_res_phase_2,
     attn_res_triton,
@@ -583,3 +584,86 @@ def test_compiles_ahead_of_time(compiled_ahead_of_time, gpu_target):
         assert launch["shared_memory"] <= launch["shared_memory_limit"], launch
         if launch["wide"]:
             assert launch["wide_loads"], launch
+
+
+class TestAdditive:
+    """`attn_res_additive`: the stream and what the mix has beyond the mean."""
+
+    def test_vector(self):
+        """Numbers of another implementation, in float64, of sub-layers that roll and scale what they read."""
+        double = partial(torch.tensor, dtype=torch.float64)
+        stream = double([1, -0.5, 0.25, 2])
+        sources = [stream]
+        expected = {
+            2: (
+                [0.4816486285, 0.5183513715],
+                [2.2058410587, 1.1725568332, 1.1164896003, 2.3222922048],
+            ),
+            3: (
+                [0.3335890458, 0.3659828226, 0.3004281316],
+                [2.8703360718, 1.8011662583, 2.3018984773, 3.4693621208],
+            ),
+        }
+        for site in (1, 2, 3):
+            query = double([0.1 * site, -0.05 * site, 0.2, -0.1])
+            read = attn_res_additive(stream, sources, query, eps=EPS)
+            if site == 1:
+                assert torch.equal(read, stream)
+            else:
+                weights, stream_after = (double(row) for row in expected[site])
+                torch.testing.assert_close(attn_res_weights(sources, query, eps=EPS), weights, atol=2e-10, rtol=0)
+            if site == 2:
+                expected_read = double([2.0929370654, 0.0902786885, 0.0312370086, 2.1467611841])
+                torch.testing.assert_close(read, expected_read, atol=4e-10, rtol=0)
+            rms = read / (read.square().mean() + EPS).sqrt()
+            update = (0.5 + 0.1 * site) * rms.roll(site) + 0.05 * site
+            stream, sources = stream + update, [*sources, update]
+            if site > 1:
+                torch.testing.assert_close(stream, stream_after, atol=4e-10, rtol=0)
+
+    @pytest.mark.parametrize("impl", IMPLS)
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("scale", ["mean", "sum"])
+    def test_a_query_of_zeros_adds_nothing(self, impl, dtype, scale):
+        for count in (1, 2, 3, 7):
+            stream, *sources = (draw(3, 48, dtype=dtype, seed=i) for i in range(count + 1))
+            query, bias = (torch.zeros(n, device=DEVICE, requires_grad=True) for n in (48, 1))
+            options = {"eps": EPS, "bias": bias, "scale": scale, "impl": impl}
+            read = attn_res_additive(stream, sources, query, draw(48), **options)
+            assert torch.equal(read, stream) and read.dtype is dtype
+            grads = torch.autograd.grad(read, [stream, query], torch.ones_like(read), allow_unused=count == 1)
+            assert torch.equal(grads[0], torch.ones_like(stream))
+            assert count == 1 or grads[1].abs().max() > 1e-3
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("scale", ["mean", "sum"])
+    @needs_triton
+    @pytest.mark.triton
+    def test_kernel(self, dtype, scale):
+        stream, query, gain, bias, *sources = (
+            draw(*shape, dtype=dtype, seed=i) for i, shape in enumerate([(3, 48), (48,), (48,), (1,)] + 3 * [(3, 48)])
+        )
+        results = {}
+        for impl, wide in (("triton", dtype), ("reference", dtype), ("reference", torch.float64)):
+            leaves = [each.detach().to(wide).requires_grad_() for each in (stream, query, gain, bias, *sources)]
+            read = attn_res_additive(
+                leaves[0], leaves[4:], *leaves[1:3], eps=EPS, bias=leaves[3], scale=scale, impl=impl
+            )
+            grads = torch.autograd.grad(read, leaves, draw(3, 48, seed=9).to(wide))
+            results[impl, wide] = [read, *grads]
+        exact = results["reference", torch.float64]
+        # the mix and the mean are rounded before they are subtracted
+        slack = 4 * torch.finfo(dtype).eps if dtype is torch.bfloat16 else 2e-5
+        for each, number in zip(results["triton", dtype], exact, strict=True):
+            assert (each.double() - number).norm() <= slack * number.norm() + slack
+
+    def test_sum_is_the_sum_where_the_sources_add_up(self):
+        sources, query = [draw(3, 48, dtype=torch.float64, seed=i) for i in range(4)], draw(48, dtype=torch.float64)
+        torch.testing.assert_close(
+            attn_res_additive(sum(sources), sources, query, eps=EPS, scale="sum"),
+            attn_res(sources, query, eps=EPS, scale="sum"),
+        )
+
+    def test_a_stream_of_another_shape(self):
+        with pytest.raises(ValueError, match=r"sources\[0\] has shape \[3, 8\]: must be that of stream, \[3, 4\]"):
+            attn_res_additive(torch.ones(3, 4), [torch.ones(3, 8)], torch.ones(8), eps=EPS)

@@ -61,6 +61,59 @@ def gradients(mix_function, query, keys, values, grad=None):
     return torch.autograd.grad(output, inputs, torch.ones_like(output) if grad is None else grad)
 
 
+class TestGateVector:
+    """Numbers of another implementation, in float64: two query heads over one key-value head, one source."""
+
+    QUERY = [[1.0, 0.0, -1.0, 2.0], [0.5, -0.5, 0.0, 1.0]]
+    KEYS = [[0.5, 0.5, -0.5, 1.0], [1.0, -1.0, 0.0, 0.5]]
+    VALUES = [[2.0, 0.0, 1.0, -1.0], [0.0, 1.0, -1.0, 0.5]]
+    GRAD = [1.0, -0.5, 2.0, 0.25]
+    WEIGHTS = [0.5312093734, 0.4687906266]
+    QUERY_GRAD = [-0.1906605119, 0.5719815364, -0.1906605119, 0.1906605119]
+    KEY_GRAD = [0.5719815364, -0.1906605119, -0.3813210243, 1.1439630728]
+    VALUE_GRAD = [0.5312093734, -0.2656046867, 1.0624187467, 0.1328023433]
+    # gate -> value
+    EXPECTED = {
+        0.0: [0.0, 1.0, -1.0, 0.5],
+        0.25: [0.2656046867, 0.8671976567, -0.7343953133, 0.300796485],
+        1.0: [1.0624187467, 0.4687906266, 0.0624187467, -0.2968140601],
+    }
+
+    @pytest.mark.parametrize("gate", EXPECTED)
+    def test_value_and_gradients(self, gate, mix):
+        double = partial(torch.tensor, dtype=torch.float64)
+        query, *entries = (
+            double(rows).view(1, -1, 1, 4).requires_grad_() for rows in (self.QUERY, *self.KEYS, *self.VALUES)
+        )
+        keys, values, gates = entries[:2], entries[2:], double([gate]).requires_grad_()
+        output = mix(query, keys, values, scaling=0.5, gate=gates)
+        leaves = query, keys[0], keys[1], values[0], values[1], gates
+        grads = torch.autograd.grad(output, leaves, double(self.GRAD).view(1, 1, 1, 4))
+        key_grad, value_grad = (gate * double(each) for each in (self.KEY_GRAD, self.VALUE_GRAD))
+        query_grad = gate * double([self.QUERY_GRAD] * 2)
+        own_grad = double(self.GRAD) - value_grad
+        expected = [self.EXPECTED[gate], query_grad, key_grad, -key_grad, value_grad, own_grad, 3.2536574119]
+        for actual, number in zip([output, *grads], expected, strict=True):
+            wanted = torch.as_tensor(number, dtype=torch.float64)
+            torch.testing.assert_close(actual.reshape(wanted.shape), wanted, atol=4e-10, rtol=0)
+        weights = depth_value_weights(query, keys, scaling=0.5, gate=gates).flatten()
+        gated = double(self.WEIGHTS) * gate
+        torch.testing.assert_close(weights, gated + double([0, 1 - gate]), atol=1e-10, rtol=0)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    def test_both_ends_bit_for_bit(self, dtype, mix):
+        query, keys, values = depth_inputs(kv_heads=3, entries=5, tokens=9, dtype=dtype)
+        whole, none = (mix(query, keys, values, gate=torch.full((3,), float(g))) for g in (1, 0))
+        assert torch.equal(whole, mix(query, keys, values)) and torch.equal(none, values[-1])
+
+    def test_a_gate_of_another_shape(self, mix):
+        query, keys, values = depth_inputs()
+        with pytest.raises(ValueError, match=r"gate has shape \[4\]: must be \[2\]"):
+            mix(query, keys, values, gate=torch.ones(4))
+        with pytest.raises(ValueError, match=r"gate has shape \[\]: must be \[2\]"):
+            depth_value_weights(query, keys, gate=torch.ones(()))
+
+
 class TestReferenceVector:
     """
     Numbers of another implementation, in NumPy: three layers, two query heads over one key-value head of width 2,

@@ -50,6 +50,7 @@ class Layer:
         dtype=torch.float32,
         norms=True,
         rotary=True,
+        gate=False,
         **options,
     ):
         small = (batch, kv_heads, tokens, head_dim)
@@ -62,6 +63,9 @@ class Layer:
         if norms:
             self.tensors["query_norm_weight"] = draw((1, 1, 1, head_dim), dtype, seed=101).flatten()
             self.tensors["key_norm_weight"] = draw((1, 1, 1, head_dim), dtype, seed=102).flatten()
+        if gate:
+            # as in a model, where mixing parameters stay wide
+            self.tensors["gate"] = draw((1, 1, 1, kv_heads), seed=104).flatten()
         self.tables = {}
         if rotary:
             self.tables = {
@@ -75,7 +79,7 @@ class Layer:
         """
         tensors = self.tensors if tensors is None else tensors
         leaves = {n: t.detach().to(dtype or t.dtype).requires_grad_() for n, t in tensors.items()}
-        arguments = {n: t for n, t in leaves.items() if n in ("query", "key", "value") or n.endswith("weight")}
+        arguments = {n: t for n, t in leaves.items() if n in ("query", "key", "value", "gate") or n.endswith("weight")}
         for kind in ("key", "value"):
             arguments[f"source_{kind}s"] = [
                 t for n, t in leaves.items() if n.startswith(f"{kind}_") and n[-1].isdigit()
@@ -217,6 +221,37 @@ class TestKernel:
         check(Layer(2, 2, 2, 5, 16, sources, **parts))
         check(Layer(2, 2, 2, 5, 16, sources, dtype=torch.bfloat16, **parts))
 
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize(
+        ("shape", "parts"),
+        [
+            ((2, 2, 4, 9, 64, 2), {}),
+            ((1, 3, 3, 5, 20, 6), {"key_norm_position": "after_rope"}),
+            ((2, 3, 2, 3, 7, 1), {"norms": False, "rotary": False}),
+        ],
+    )
+    def test_gate(self, shape, parts, dtype):
+        check(Layer(*shape, dtype=dtype, gate=True, **parts))
+
+    @pytest.mark.parametrize("sources", [2, 6])
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_ends_of_the_gate(self, dtype, sources):
+        """Without the mix and with all of it to the last bit, gradients too; and twice the same."""
+        layer = Layer(2, 3, 2, 5, 16, sources, dtype=dtype, gate=True)
+        ungated = Layer(2, 3, 2, 5, 16, sources, dtype=dtype).run("triton")
+        at = {
+            g: layer.run("triton", tensors=layer.tensors | {"gate": torch.full((3,), float(g), device=DEVICE)})
+            for g in (0, 1)
+        }
+        assert torch.equal(at[0]["value"], layer.tensors["value"])
+        assert torch.equal(at[0]["gradient of value"], draw((2, 3, 5, 16), seed=202).to(dtype))
+        for n in range(sources):
+            assert not at[0][f"gradient of key_{n}"].any() and not at[0][f"gradient of value_{n}"].any()
+        assert at[0]["gradient of gate"].dtype is torch.float32 and at[0]["gradient of gate"].abs().min() > 1e-3
+        assert all(torch.equal(at[1][name], tensor) for name, tensor in ungated.items())
+        first, second = layer.run("triton"), layer.run("triton")
+        assert all(torch.equal(first[name], second[name]) for name in first)
+
     @pytest.mark.parametrize("norm", ["query_norm_weight", "key_norm_weight"])
     def test_one_norm(self, norm):
         layer = Layer(1, 2, 2, 5, 16, 1)
@@ -342,14 +377,16 @@ class TestKernel:
         )
         assert all(torch.equal(x, expected[n]) for x, n in zip(actual, names[:3], strict=True))
 
-    @pytest.mark.parametrize(("parts", "sources"), [({}, 0), ({}, 2), ({"norms": False, "rotary": False}, 2)])
+    @pytest.mark.parametrize(
+        ("parts", "sources"), [({}, 0), ({"gate": True}, 2), ({"norms": False, "rotary": False}, 2)]
+    )
     def test_opcheck(self, parts, sources):
         layer = Layer(1, 2, 2, 3, 8, sources, **parts)
         tensors = {n: t.requires_grad_() for n, t in layer.tensors.items()}
         keys, values = (
             [*(tensors[f"{kind}_{n}"] for n in range(sources)), tensors[kind]] for kind in ("key", "value")
         )
-        constants = [tensors.get(n) for n in ("query_norm_weight", "key_norm_weight")]
+        constants = [tensors.get(n) for n in ("query_norm_weight", "key_norm_weight", "gate")]
         tables = [layer.tables.get(n) for n in ("cos", "sin")]
         arguments = (tensors["query"], keys, values if sources else [], *constants, *tables, 0.3, 1e-6, True)
         torch.library.opcheck(norm_rotary_mix_triton.run_norm_rotary_mix.typed, (*arguments, True))

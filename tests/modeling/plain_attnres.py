@@ -36,12 +36,19 @@ def _sequence(weights, fields, ids, positions, sees):
     eps, tokens = fields["rms_norm_eps"], range(len(ids))
     embeddings = [weights["model.embed_tokens.weight"][i] for i in ids]
     outputs = [[] for _ in tokens]
+    is_additive = fields.get("attnres_routing") == "additive"
 
     def read(t, mixer, norm_name):
+        if f"{mixer}.pseudo_query" not in weights:
+            # with additive routing the first attention and the final norm read the stream
+            return norm(embeddings[t] + sum(outputs[t]), weights[f"{norm_name}.weight"], eps)
         sources = plain_sources(fields["attnres_variant"], fields["attnres_block_size"], embeddings[t], outputs[t])
         query, gain = weights[f"{mixer}.pseudo_query"], weights[f"{mixer}.norm.weight"]
         bias = weights.get(f"{mixer}.recency_bias", 0)
         mixed, _ = plain_mix(sources, query, gain, eps, bias=bias, scale=fields["attnres_scale"])
+        if is_additive:
+            factor = len(sources) if fields["attnres_scale"] == "sum" else 1
+            mixed = embeddings[t] + sum(outputs[t]) + mixed - factor * sum(sources) / len(sources)
         return norm(mixed, weights[f"{norm_name}.weight"], eps)
 
     for layer in range(fields["num_hidden_layers"]):

@@ -191,6 +191,11 @@ def test_key_norm_position(place, expected):
     torch.testing.assert_close(key[0, 0, 0].double(), listed(expected), atol=1e-6, rtol=0)
 
 
+def left_to_the_operation(fields, fused):
+    """The norms that stay as they are since an operation takes their weights; with additive routing none does."""
+    return () if fields.get("attnres_routing") == "additive" else fused
+
+
 @st.composite
 def architectures(draw):
     variant = draw(st.sampled_from(["block", "block", "full", "cumulative"]))
@@ -198,6 +203,7 @@ def architectures(draw):
     return draw(backbones()) | {
         "attnres_variant": variant,
         "attnres_block_size": draw(st.sampled_from(sizes[variant])),
+        "attnres_routing": draw(st.sampled_from(["replace", "replace", "additive"])),
         "attnres_recency_bias": draw(st.booleans()),
         "attnres_scale": "mean" if variant == "cumulative" else draw(st.sampled_from(["mean", "sum"])),
     }
@@ -213,7 +219,7 @@ def architectures(draw):
     kept=st.sampled_from([FUSED_NORMS, ()]),
 )
 def test_logits_equal_the_plain_model(build, fields, given_inputs, with_gradients, kept):
-    model = exact(build(model_class=AttnResForCausalLM, **fields), kept)
+    model = exact(build(model_class=AttnResForCausalLM, **fields), left_to_the_operation(fields, kept))
     with torch.set_grad_enabled(with_gradients):
         check_logits(model, plain_attnres_logits, given_inputs)
 
@@ -222,11 +228,12 @@ def test_logits_equal_the_plain_model(build, fields, given_inputs, with_gradient
     "fields",
     [
         {"attnres_block_size": 3, "num_hidden_layers": 4, "attnres_recency_bias": True},
+        {"attnres_block_size": 3, "num_hidden_layers": 3, "attnres_recency_bias": True, "attnres_routing": "additive"},
         {"attnres_block_size": 4, "num_hidden_layers": 3, "attnres_scale": "sum", "tie_word_embeddings": True},
         {"attnres_variant": "full", "num_hidden_layers": 3, "attention_bias": True, "mlp_bias": True},
         {"attnres_variant": "cumulative", "attnres_block_size": 4, "num_hidden_layers": 4, "use_qk_norm": False},
     ],
 )
 def test_gradients_equal_those_of_the_plain_model(build, token_ids, fields):
-    model = exact(build(model_class=AttnResForCausalLM, **SMALL, **fields), FUSED_NORMS)
+    model = exact(build(model_class=AttnResForCausalLM, **SMALL, **fields), left_to_the_operation(fields, FUSED_NORMS))
     check_gradients(model, plain_attnres_logits, token_ids(2, 5), lambda name: "layers.0.attn_mixer." in name)

@@ -40,6 +40,7 @@ class TestCausalLM(CausalLMChecks):
         "full": {"attnres_variant": "full", "num_attention_heads": 6},
         "sum": {"attnres_block_size": 3, "attnres_scale": "sum", "attnres_recency_bias": True} | SLIDING,
         "cumulative": {"attnres_variant": "cumulative", "attnres_block_size": 4, "attnres_recency_bias": True} | LLAMA,
+        "additive": {"attnres_block_size": 3, "attnres_routing": "additive", "attnres_recency_bias": True} | SLIDING,
     }
     idle_module = "layers.0.attn_mixer"
     sequence_classification_class = AttnResForSequenceClassification
@@ -49,7 +50,9 @@ def spread(fields):
     return " ".join(f"{name}={value}" for name, value in fields.items())
 
 
-VARIANTS = pytest.mark.parametrize("fields", TestCausalLM.variants.values(), ids=TestCausalLM.variants)
+# with additive routing nothing is mixed in two phases, and layers return other things
+REPLACING = {name: fields for name, fields in TestCausalLM.variants.items() if name != "additive"}
+VARIANTS = pytest.mark.parametrize("fields", REPLACING.values(), ids=REPLACING)
 # six layers, so that there are several blocks
 DEEP = {"num_hidden_layers": 6, "attnres_block_size": 4}
 
@@ -90,6 +93,35 @@ class TestZeroQueries:
         for name, parameter in twin.named_parameters():
             gradient = model.get_parameter(name).grad
             assert (gradient - parameter.grad).norm() <= 1e-4 * parameter.grad.norm(), name
+
+    @pytest.mark.parametrize(
+        "blocks",
+        [
+            {"attnres_variant": "full", "attnres_recency_bias": True},
+            {"attnres_block_size": 3, "attnres_scale": "sum"},
+            {"attnres_block_size": 4, "use_qk_norm": False},
+            {"attnres_variant": "cumulative", "attnres_recency_bias": True},
+        ],
+        ids=spread,
+    )
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_additive_is_vanilla_bit_for_bit(self, build, vanilla_twin, token_ids, assert_awake, blocks, dtype):
+        model = build(**blocks, attnres_routing="additive")
+        assert_awake(model)
+        with torch.no_grad():
+            for mixer in model.modules():
+                if getattr(mixer, "recency_bias", None) is not None:
+                    mixer.recency_bias.zero_()
+        twin = vanilla_twin(self.put_to_sleep(model)).to(dtype)
+        model, ids = model.to(dtype), token_ids(2, 12)
+        mask = torch.ones_like(ids)
+        mask[0, :4] = 0
+        ours, stock = model(ids, attention_mask=mask, labels=ids), twin(ids, attention_mask=mask, labels=ids)
+        assert torch.equal(ours.logits, stock.logits)
+        ours.loss.backward()
+        queries = {n: p.grad for n, p in model.named_parameters() if n.endswith("pseudo_query")}
+        # the first attention has nothing to mix, and nothing is mixed before the final norm
+        assert len(queries) == 7 and all(grad.any() for grad in queries.values())
 
     @torch.no_grad()
     def test_mean_is_vanilla_up_to_the_epsilon(self, build, vanilla_twin, token_ids):
