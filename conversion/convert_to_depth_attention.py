@@ -13,7 +13,6 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from depthmix.configuration.configuration_depth_attention import CONFIGURATIONS
 from depthmix.configuration.depth_backbones import BACKBONES
-from depthmix.modeling.modeling_depth_attention import mixing_layers
 
 from .conversion_target import AcceptedSource, ConversionTarget, TranslatedConfig
 from .errors import ConversionError
@@ -50,10 +49,13 @@ def retrofit_fields(options: dict[str, Any]) -> dict[str, Any]:
     return {} if options.get("depth_stride") == 0 else {"depth_gate": True}
 
 
-def gate_values(start: float, config: PreTrainedConfig) -> dict[str, Callable[[], torch.Tensor]]:
+def gate_values(start: float, config: PreTrainedConfig) -> "dict[str, Callable[[], torch.Tensor]]":
     """The gates of every layer that mixes, if it has them: closed at 0, or open at 1."""
     if not config.depth_gate:
         return {}
+    # not at the top: `inspect` needs no torch
+    from depthmix.modeling.modeling_depth_attention import mixing_layers
+
     make = partial(torch.full, (config.num_key_value_heads,), start)
     return {f"model.layers.{i}.self_attn.depth_gate.weight": make for i in sorted(mixing_layers(config))}
 

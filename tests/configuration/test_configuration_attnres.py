@@ -40,6 +40,7 @@ def test_defaults():
         "attnres_recency_bias_init": None,
         "attnres_scale": "mean",
         "depth_impl": "auto",
+        "prefill_chunk_tokens": "auto",
         "output_depth_weights": False,
     }
     vanilla = Qwen3Config(num_hidden_layers=16)

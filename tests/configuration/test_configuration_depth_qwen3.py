@@ -33,6 +33,7 @@ def test_defaults():
         "num_loops": 1,
         "depth_gate": False,
         "depth_impl": "auto",
+        "prefill_chunk_tokens": "auto",
         "output_depth_weights": False,
     }
     vanilla = Qwen3Config(num_hidden_layers=6)

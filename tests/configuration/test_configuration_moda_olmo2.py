@@ -31,6 +31,7 @@ def test_defaults():
         "moda_norm_style": "olmo2",
         "moda_depth_window": None,
         "depth_impl": "auto",
+        "prefill_chunk_tokens": "auto",
     }
     differing = {"model_type", *OWN_FIELDS}
     assert {k: v for k, v in config.to_dict().items() if k not in differing} == {
