@@ -22,6 +22,7 @@ OWN_FIELDS = {
     "attnres_recency_bias_init": 2.5,
     "attnres_scale": "mean",
     "depth_impl": "reference",
+    "prefill_chunk_tokens": 512,
     "output_depth_weights": True,
 }
 

@@ -19,6 +19,7 @@ OWN_FIELDS = {
     "key_norm_position": "after_rope",
     "num_loops": 1,
     "depth_impl": "reference",
+    "prefill_chunk_tokens": 512,
     "output_depth_weights": True,
 }
 

@@ -18,6 +18,7 @@ OWN_FIELDS = {
     "moda_norm_style": "post",
     "moda_depth_window": 5,
     "depth_impl": "reference",
+    "prefill_chunk_tokens": 512,
 }
 
 
