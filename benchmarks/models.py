@@ -131,17 +131,19 @@ def token_ids(model, batch: int, length: int) -> torch.Tensor:
     return torch.randint(model.config.vocab_size, (batch, length), device=DEVICE)
 
 
-def train_step(model, batch: int, tokens: int, *, compiled: bool = False) -> Callable[[], None]:
-    """Forward, loss, backward and AdamW."""
+def train_step(model, batch: int, tokens: int, *, compiled: bool = False) -> Callable[[], torch.Tensor]:
+    """Forward, loss, backward and AdamW; the step returns the loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     ids = token_ids(model, batch, tokens)
     model.train()
     forward = torch.compile(model, fullgraph=True) if compiled else model
 
     def step():
-        forward(ids, labels=ids, use_cache=False).loss.backward()
+        loss = forward(ids, labels=ids, use_cache=False).loss
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        return loss.detach()
 
     return step
 

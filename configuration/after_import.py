@@ -27,7 +27,7 @@ class _AfterImport(MetaPathFinder):
             execute(module)
             self.function(module)
 
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        spec.loader.exec_module = exec_module
         return spec
 
 

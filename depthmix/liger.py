@@ -1,6 +1,8 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """Leaner training of a model that is there already, as liger-kernel's users know it, with or without that package."""
 
+from typing import Any
+
 from torch import nn
 
 
@@ -50,7 +52,7 @@ def apply_liger_kernel(
         'depthmix'
     """
     # the code of a saved model has the same method in classes of its own
-    ours = [module for module in model.modules() if hasattr(type(module), "apply_liger_kernel")]
+    ours: list[Any] = [module for module in model.modules() if hasattr(type(module), "apply_liger_kernel")]
     if not ours:
         raise TypeError(f"model is a {type(model).__name__}: there is no model of depthmix in it.")
     return ours[0].apply_liger_kernel(

@@ -322,16 +322,18 @@ def _liger_loss(
     if "chunk_mem_const" in inspect.signature(function).parameters and len(hidden_ND):
         # so that it takes pieces of ROWS rows
         options["chunk_mem_const"] = max(1, math.ceil(len(weight_VD) * ROWS / hidden_ND.numel()))
+    # it gives the gradient of a weight only beside that of the hidden states
     leaves = [
-        None if x is None else x.detach().requires_grad_(is_wanted)
-        for x, is_wanted in zip((hidden_ND, weight_VD, bias_V), wanted, strict=True)
+        None if x is None else x.detach().requires_grad_(any(wanted) if i == 0 else wanted[i])
+        for i, x in enumerate((hidden_ND, weight_VD, bias_V))
     ]
     with torch.set_grad_enabled(any(wanted)), device_of(hidden_ND):
         total = function(leaves[0], leaves[1], targets, leaves[2], reduction="sum", **options)
         if not any(wanted):
             return total * factor, [None] * 3
         # it multiplies its gradients in place, so they get the factor here and not later
-        found = iter(torch.autograd.grad(total, [x for x in leaves if x is not None and x.requires_grad], factor))
+        asked = [x for x, is_wanted in zip(leaves, wanted, strict=True) if x is not None and is_wanted]
+        found = iter(torch.autograd.grad(total, asked, factor))
     return total.detach() * factor, [next(found) if is_wanted else None for is_wanted in wanted]
 
 
