@@ -85,6 +85,16 @@ class DepthAttentionFields(DepthMixingFields):
                 f"num_hidden_layers={self.num_hidden_layers}, {MAX_LAYERS} layers in all passes."
             )
 
+    def ineffective_values(self):
+        stride, layers = self._resolved_depth_stride, self.num_loops * self.num_hidden_layers
+        if stride >= layers > 1:
+            yield (
+                f"depth_stride={stride}: with {layers} layers the first is the only source, as with a stride of "
+                f"{layers}."
+            )
+        if stride == 0 and self.depth_window:
+            yield f"depth_window={self.depth_window} has no effect: depth_stride=0 switches the mixing off."
+
     @property
     def depth_sources(self) -> tuple[tuple[int, ...], ...]:
         """For each layer of each pass, the indices of those whose keys and values it mixes in, ascending."""
