@@ -50,6 +50,8 @@ class AttnResFields(DepthMixingFields):
     ```
     """
 
+    shape_fields = ("attnres_recency_bias",)
+
     attnres_variant: Literal["block", "full", "cumulative"] = field(
         default="block", metadata={"help": "what the sources are"}
     )
@@ -103,6 +105,19 @@ class AttnResFields(DepthMixingFields):
             raise ValueError(
                 "attnres_scale='sum': must be 'mean' with attnres_variant='cumulative', whose sources are sums of all "
                 "that came before."
+            )
+
+    def ineffective_values(self):
+        size, sub_layers = self._resolved_block_size, 2 * self.num_hidden_layers
+        if size >= sub_layers > 1:
+            yield (
+                f"attnres_block_size={size}: no block is ever finished in {self.num_hidden_layers} layers, which have "
+                f"{sub_layers} sub-layers. The only sources are the embedding and the running sum."
+            )
+        if self.attnres_recency_bias_init is not None and not self.attnres_recency_bias:
+            yield (
+                f"attnres_recency_bias_init={self.attnres_recency_bias_init} has no effect: with "
+                "attnres_recency_bias=False there are no biases."
             )
 
     @property

@@ -35,6 +35,9 @@ class DenseDecoderConfig(Qwen3Config):
 
     model_type = "dense_decoder"
 
+    # as `shape_fields` of a method
+    decoder_shape_fields = ("use_qk_norm", "attention_bias", "attention_output_bias", "mlp_bias")
+
     use_qk_norm: bool = True
     key_norm_position: Literal["before_rope", "after_rope"] = field(
         default="before_rope", metadata={"help": "whether a key is normalised before or after its rotation"}

@@ -28,6 +28,8 @@ class DenseFormerFields(DepthMixingFields):
     ```
     """
 
+    shape_fields = ("dwa_dilation", "dwa_period")
+
     dwa_dilation: int = field(default=1, metadata={"help": "an average reads every N-th layer"})
     dwa_period: int = field(default=1, metadata={"help": "there is an average after every N-th layer"})
 
@@ -37,6 +39,11 @@ class DenseFormerFields(DepthMixingFields):
         for name in ("dwa_dilation", "dwa_period"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be a positive number of layers.")
+            if getattr(self, name) > self.num_hidden_layers:
+                raise ValueError(
+                    f"{name}={getattr(self, name)}: must be at most num_hidden_layers={self.num_hidden_layers}, or no "
+                    "average reads anything but its own layer's output."
+                )
 
     @property
     def average_sources(self) -> tuple[tuple[int, ...], ...]:

@@ -48,6 +48,8 @@ class DepthAttentionFields(DepthMixingFields):
     ```
     """
 
+    shape_fields = ("depth_gate",)
+
     depth_stride: int | None = field(
         default=None, metadata={"help": "every N-th layer is a source; 0: no mixing at all"}
     )
@@ -94,6 +96,16 @@ class DepthAttentionFields(DepthMixingFields):
                 f"num_loops={self.num_loops}: must be at most {MAX_LAYERS // self.num_hidden_layers} with "
                 f"num_hidden_layers={self.num_hidden_layers}, {MAX_LAYERS} layers in all passes."
             )
+
+    def ineffective_values(self):
+        stride, layers = self._resolved_depth_stride, self.num_loops * self.num_hidden_layers
+        if stride >= layers > 1:
+            yield (
+                f"depth_stride={stride}: with {layers} layers the first is the only source, as with a stride of "
+                f"{layers}."
+            )
+        if stride == 0 and self.depth_window:
+            yield f"depth_window={self.depth_window} has no effect: depth_stride=0 switches the mixing off."
 
     @property
     def depth_sources(self) -> tuple[tuple[int, ...], ...]:

@@ -2,16 +2,19 @@
 """What the configurations of all methods share."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from weakref import WeakValueDictionary
 
 from huggingface_hub.errors import StrictDataclassClassValidationError
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.olmo2.configuration_olmo2 import Olmo2Config
-from transformers.utils import is_torch_available
+from transformers.utils import is_torch_available, logging
 
+
+logger = logging.get_logger(__name__)
 
 # a configuration of a few bytes must not take minutes or all memory, so counts from which lists are made have a limit
 MAX_LAYERS = 4096
@@ -45,6 +48,23 @@ _POSITIVE_ROPE_KEYS = (
     *("low_freq_factor", "high_freq_factor", "attention_factor", "short_factor", "long_factor"),
 )
 _DTYPES = ("float32", "bfloat16", "float16", "float64", "float", "half", "double", "float8_e4m3fn", "float8_e5m2")
+# whose fields these are. A configuration that does not declare one would keep it as an attribute without effect
+_DENSE = "the models of Qwen3, Qwen2 and Llama in one"
+_OWNERS = {
+    **dict.fromkeys(("depth_stride", "depth_window", "depth_gate", "num_loops"), "Depth-Attention"),
+    "key_norm_position": f"Depth-Attention and {_DENSE}",
+    **dict.fromkeys(("use_qk_norm", "attention_output_bias"), _DENSE),
+    "output_depth_weights": "Depth-Attention and Attention Residuals",
+}
+_OWNERS_BY_PREFIX = {
+    "attnres_": "Attention Residuals",
+    "dwa_": "DenseFormer",
+    "mhc_": "mHC",
+    "moda_": "Mixture-of-Depths Attention",
+    "value_residual_": "value residuals",
+}
+# by `id`, since configurations cannot be hashed
+_IN_USE: WeakValueDictionary[int, PreTrainedConfig] = WeakValueDictionary()
 _ATTENTION_KINDS = ("full_attention", "sliding_attention", "linear_attention")
 
 
@@ -66,13 +86,51 @@ class DepthMixingFields:
         # from the configuration of the backbone, which comes after the fields of a method in every class
         depth_backbone: ClassVar[Any]
         num_hidden_layers: int
+        shape_fields: ClassVar[tuple[str, ...]]
+
+    # fields that decide which tensors there are, and of which shape. Without an annotation, with which a dataclass
+    # would count it among the fields
+    shape_fields = ()
 
     depth_impl: Literal["auto", "triton", "reference"] = "auto"
     prefill_chunk_tokens: int | Literal["auto"] | None = "auto"
 
     def __post_init__(self, **kwargs):
         take_model_type(self, kwargs)
+        refuse_foreign_fields(type(self), kwargs)
         super().__post_init__(**kwargs)
+
+    @classmethod
+    def from_dict(cls, config_dict, **kwargs):
+        """
+        As for every configuration.
+
+        Raises:
+            `ValueError`: for a keyword that is a field of another method, which would end up elsewhere.
+        """
+        refuse_foreign_fields(cls, kwargs)
+        return super().from_dict(config_dict, **kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        refuse_foreign_fields(type(self), {name: value})
+        fixed = name == "depth_impl" or (name != "output_depth_weights" and _owner(name) is not None)
+        if fixed and _IN_USE.get(id(self)) is self and value != getattr(self, name):
+            logger.warning(
+                f"{name}={shown(value)} has no effect on the model that has been built with this configuration, but "
+                "is saved with it: what is loaded then is another model. Pass it to `from_pretrained`, or build a "
+                "model of a copy of the configuration."
+            )
+        super().__setattr__(name, value)
+
+    def note_model(self) -> None:
+        """Called when a model has been built: says which values have no effect there, and later ones have none."""
+        for remark in self.ineffective_values():
+            logger.warning_once(remark)
+        _IN_USE[id(self)] = self
+
+    def ineffective_values(self) -> Iterator[str]:
+        """What a model that is built would take no notice of, one sentence for each field."""
+        yield from ()
 
     def validate_depth_mixing(self):
         """Part of the `@strict` validation, which runs on construction and before saving."""
@@ -80,6 +138,30 @@ class DepthMixingFields:
         check_layer_kinds(self)
         if self.prefill_chunk_tokens != "auto":
             check_count("prefill_chunk_tokens", self.prefill_chunk_tokens)
+
+
+def refuse_foreign_fields(config_class: type[PreTrainedConfig], values: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        `ValueError`: for a field of this package's that the configuration does not have; the message says whose it is.
+    """
+    declared = config_class.__dataclass_fields__
+    for name, value in values.items():
+        owner = None if name in declared else _owner(name)
+        if owner is not None:
+            own = ", ".join(
+                each for each in declared if _owner(each) is not None or each in DepthMixingFields.__dataclass_fields__
+            )
+            raise ValueError(
+                f"{name}={shown(value)}: {config_class.__name__} has no such field, which belongs to {owner}. Its "
+                f"own are {own}."
+            )
+
+
+def _owner(name: str) -> str | None:
+    """Which models have a field of this name that stock models do not have."""
+    by_prefix = (owner for prefix, owner in _OWNERS_BY_PREFIX.items() if name.startswith(prefix))
+    return _OWNERS.get(name) or next(by_prefix, None)
 
 
 def check_decoder_shape(config: PreTrainedConfig | Mapping[str, Any]) -> None:

@@ -41,6 +41,8 @@ class MHCFields(DepthMixingFields):
     ```
     """
 
+    shape_fields = ("mhc_num_streams",)
+
     mhc_num_streams: int = field(default=4, metadata={"help": "number of residual streams"})
     mhc_sinkhorn_iters: int = field(default=20, metadata={"help": "number of Sinkhorn iterations"})
     mhc_sinkhorn_order: Literal["columns_first", "rows_first"] = field(

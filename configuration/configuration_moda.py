@@ -47,6 +47,8 @@ class MoDAFields(DepthMixingFields):
     ```
     """
 
+    shape_fields = ("moda_ffn_slots", "moda_attn_depth_proj")
+
     moda_attn_slots: bool = field(default=True, metadata={"help": "whether attentions make depth slots"})
     moda_ffn_slots: bool = field(default=True, metadata={"help": "whether feed-forward networks make depth slots"})
     moda_attn_depth_proj: bool = field(
@@ -100,6 +102,13 @@ class MoDAFields(DepthMixingFields):
                 f"moda_depth_key_mode='reader_norm': must be 'sequence' on {self.depth_backbone.model_type}, whose "
                 "attention has no key norm that could read the slots."
             )
+
+    def ineffective_values(self):
+        if self.depth_slots_per_layer == 0:
+            if self.moda_depth_window is not None:
+                yield f"moda_depth_window={self.moda_depth_window} has no effect: there are no depth slots."
+            if self.moda_depth_key_mode != "sequence":
+                yield f"moda_depth_key_mode={self.moda_depth_key_mode!r} has no effect: there are no depth slots."
 
     @property
     def depth_slots(self) -> tuple[tuple[int, int], ...]:

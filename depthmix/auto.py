@@ -6,8 +6,9 @@ import logging
 from importlib import import_module
 from typing import Any
 
-from depthmix.families import FAMILIES, HEADS, Family
+from depthmix.families import FAMILIES, Family
 from depthmix.hub import refuse_foreign_configurations, refuse_foreign_tensors, ship_remote_code
+from depthmix.late_registration import HEADS
 
 
 logger = logging.getLogger(__name__)
@@ -52,37 +53,14 @@ def register_configurations() -> None:
 def register_models() -> None:
     """The other part. The classes are made when they are looked up."""
     host = import_module("transformers.models.auto.modeling_auto")
-    for auto_class, ending in HEADS.items():
-        mapping = getattr(host, auto_class)._model_mapping
-        if not hasattr(mapping._extra_content, "makes_classes"):
-            mapping._extra_content = _LateClasses(mapping._extra_content)
-        for family in FAMILIES.values():
-            mapping._extra_content[family.find_class("Config")] = functools.partial(family.find_class, ending)
+    for auto_class in HEADS:
+        add_models(getattr(host, auto_class)._model_mapping._extra_content, auto_class)
 
 
-class _LateClasses(dict):
-    """What has been registered, by configuration class; a value that is to be made is made when it is looked up."""
-
-    makes_classes = True
-
-    def __getitem__(self, key: type) -> Any:
-        value = super().__getitem__(key)
-        if isinstance(value, functools.partial):
-            self[key] = value = value()
-        return value
-
-    # with it, `dict(self)` asks for every value
-    def __iter__(self):
-        return super().__iter__()
-
-    def get(self, key, default=None):
-        return self[key] if key in self else default  # noqa: SIM401
-
-    def values(self):
-        return [self[key] for key in self]
-
-    def items(self):
-        return [(key, self[key]) for key in self]
+def add_models(content: dict[type, Any], auto_class: str) -> None:
+    """Adds the models for an Auto class, by configuration class, to what has been registered with it."""
+    for family in FAMILIES.values():
+        content[family.find_class("Config")] = functools.partial(family.find_class, HEADS[auto_class])
 
 
 def prepare_configuration(config_class: type, family: Family) -> None:

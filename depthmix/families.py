@@ -12,14 +12,10 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from depthmix.configuration.depth_backbones import Backbone, ConfigurationClasses
+from depthmix.late_registration import HEADS
 
 
 METHODS = ("depth_attention", "attnres", "denseformer", "mhc", "moda", "value_residual")
-HEADS = {
-    "AutoModel": "Model",
-    "AutoModelForCausalLM": "ForCausalLM",
-    "AutoModelForSequenceClassification": "ForSequenceClassification",
-}
 
 
 @dataclass(frozen=True)

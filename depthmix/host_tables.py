@@ -5,7 +5,8 @@ import functools
 from collections.abc import Callable
 from types import ModuleType
 
-from depthmix.families import FAMILIES, HEADS
+from depthmix.families import FAMILIES
+from depthmix.late_registration import HEADS
 from depthmix.optimizer import mixing_parameters
 
 

@@ -136,6 +136,7 @@ class DepthDecoderModel(Base):
         self.num_loops = getattr(config, "num_loops", 1)
         self.add_modules(config)
         self.post_init()
+        config.note_model()
 
     @staticmethod
     def mixes_layers(config: PreTrainedConfig) -> bool:
@@ -545,11 +546,61 @@ class DepthPreTrainedModel(Base):
             raise ValueError(f"cross_entropy=True: {type(self).__name__} has no loss over a vocabulary.")
         return log_choice(self, "as before")
 
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, config=None, **kwargs):
+        """
+        As for every model of the host library.
+
+        Raises:
+            `ValueError`: for a value of a field with which the model would not have the tensors of the checkpoint.
+        """
+        if kwargs.get("state_dict") is None and kwargs.get("gguf_file") is None:
+            check_saved_shapes(cls.config_class, pretrained_model_name_or_path, config, kwargs)
+        return super().from_pretrained(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)
         if isinstance(module, DepthRotaryEmbedding):
             module.reset()
+
+
+# what says where a configuration lies
+_HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
+
+
+def check_saved_shapes(
+    config_class: type[PreTrainedConfig], source: Any, config: Any, overrides: dict[str, Any]
+) -> None:
+    """
+    Compares what is asked for with what a checkpoint was saved with.
+
+    Raises:
+        `ValueError`: for a field that decides which parameters there are, or of which shape, with another value.
+    """
+    given = config if isinstance(config, PreTrainedConfig) else None
+    if source is None or (given is None and config is not None):
+        return
+    try:
+        found = {name: overrides[name] for name in _HUB_ARGUMENTS if name in overrides}
+        saved, _ = config_class.get_config_dict(source, **found)
+    # the host library reports what is not there, or cannot be read
+    except (OSError, ValueError):
+        return
+    names = getattr(config_class, "decoder_shape_fields", ())
+    # a vanilla checkpoint has no tensors of the method
+    if saved.get("model_type") == config_class.model_type:
+        names = (*names, *config_class.shape_fields)
+    defaults = config_class.__dataclass_fields__
+    for name in names:
+        before = saved.get(name, defaults[name].default)
+        value = overrides.get(name, before if given is None else getattr(given, name, before))
+        # None stands for the value of another field
+        if before is not None and value is not None and value != before:
+            raise ValueError(
+                f"{name}={value!r}: must be {before!r}, with which {source} was saved, since its tensors are those of "
+                "such a model. Convert the vanilla checkpoint with another value, or build a new model."
+            )
 
 
 ENDINGS = ("DecoderLayer", "PreTrainedModel", "Model", "ForCausalLM", "ForSequenceClassification")

@@ -1,0 +1,177 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""Fields of other methods, fields that decide what tensors there are, and values without effect."""
+
+import copy
+import logging
+from dataclasses import fields
+
+import pytest
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+import depthmix
+from depthmix.families import FAMILIES
+
+
+SIZES = {
+    **{"vocab_size": 19, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "head_dim": 8},
+    **{"num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": None},
+    **{"bos_token_id": None, "eos_token_id": None},
+}
+# a value of each field that differs from its default
+OTHER_VALUES = {
+    **{"depth_stride": 3, "depth_window": 1, "num_loops": 2, "key_norm_position": "after_rope"},
+    **{"use_qk_norm": False, "attention_output_bias": True, "output_depth_weights": True},
+    **{"attnres_variant": "full", "attnres_block_size": 3, "attnres_recency_bias": True, "attnres_scale": "sum"},
+    **{"attnres_recency_bias_init": 2.0, "dwa_dilation": 2, "dwa_period": 2, "mhc_num_streams": 2},
+    **{"mhc_sinkhorn_iters": 3, "mhc_sinkhorn_order": "rows_first", "mhc_alpha_init": 0.5},
+    **{"moda_attn_slots": False, "moda_ffn_slots": False, "moda_attn_depth_proj": True, "moda_depth_window": 3},
+    **{"moda_depth_key_mode": "reader_norm", "moda_norm_style": "pre"},
+    **{"value_residual_init": "identity", "value_residual_learnable": False},
+}
+# one family for each method, and one without the fields of the dense decoder
+SOME = ["depth_qwen3", "attnres", "denseformer", "mhc", "moda_olmo2", "value_residual_qwen3", "attnres_olmo2"]
+# which belong to one method only
+DENSE_FIELDS = ("use_qk_norm", "attention_output_bias", "key_norm_position")
+
+
+@pytest.fixture(autouse=True)
+def seen_by_caplog(monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    monkeypatch.setattr(logging.getLogger("depthmix"), "propagate", True)
+    # warnings that are given once
+    logging.Logger.warning_once.cache_clear()
+
+
+def config_class(model_type):
+    return FAMILIES[model_type].find_class("Config")
+
+
+def build(model_type, **given):
+    torch.manual_seed(0)
+    return FAMILIES[model_type].find_class("ForCausalLM")(config_class(model_type)(**SIZES, **given))
+
+
+def foreign_fields(model_type):
+    return [name for name in OTHER_VALUES if name not in config_class(model_type).__dataclass_fields__]
+
+
+def own_fields(model_type):
+    return [name for name in OTHER_VALUES if name in config_class(model_type).__dataclass_fields__]
+
+
+def test_every_field_is_known():
+    for model_type, family in FAMILIES.items():
+        stock = {field.name for field in fields(family.backbone.stock_config_class())}
+        own = {field.name for field in fields(config_class(model_type))} - stock - {"depth_impl"}
+        assert own <= OTHER_VALUES.keys(), model_type
+
+
+@pytest.mark.parametrize("model_type", SOME)
+def test_a_field_of_another_method_is_refused(model_type, tmp_path):
+    made = config_class(model_type)
+    config = made(**SIZES)
+    build(model_type).save_pretrained(tmp_path)
+    assert len(foreign_fields(model_type)) > 10
+    for name in foreign_fields(model_type):
+        value = OTHER_VALUES[name]
+        message = f"^{name}={value!r}: {made.__name__} has no such field, which belongs to .* Its own are .*depth_impl"
+        with pytest.raises(ValueError, match=message):
+            made(**SIZES, **{name: value})
+        with pytest.raises(ValueError, match=message):
+            setattr(config, name, value)
+        for load in (AutoModelForCausalLM, AutoConfig, FAMILIES[model_type].find_class("ForCausalLM")):
+            with pytest.raises(ValueError, match=message):
+                load.from_pretrained(tmp_path, **{name: value})
+
+
+def test_a_field_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match="attnres_blocksize=2: AttnResConfig has no such field"):
+        depthmix.AttnResConfig(attnres_blocksize=2)
+
+
+def tensors(model):
+    return {name: tensor.shape for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("model_type", SOME)
+def test_fields_that_decide_on_tensors(model_type):
+    """Those that are listed are those that do."""
+    made, before = config_class(model_type), tensors(build(model_type))
+    listed = {*made.shape_fields, *getattr(made, "decoder_shape_fields", ())}
+    for name in own_fields(model_type):
+        if (model_type, name) != ("moda_olmo2", "moda_attn_slots"):
+            assert (tensors(build(model_type, **{name: OTHER_VALUES[name]})) != before) == (name in listed), name
+
+
+@pytest.mark.parametrize("model_type", SOME)
+def test_an_override_with_other_tensors_is_refused(model_type, tmp_path, monkeypatch):
+    made = config_class(model_type)
+    build(model_type).save_pretrained(tmp_path)
+    listed = [*made.shape_fields, *(("use_qk_norm",) if "use_qk_norm" in made.__dataclass_fields__ else ())]
+    for name in listed:
+        value, before = OTHER_VALUES[name], getattr(made(**SIZES), name)
+        message = f"^{name}={value!r}: must be {before!r}, with which .* was saved"
+        head = FAMILIES[model_type].find_class("ForCausalLM")
+        changed = AutoConfig.from_pretrained(tmp_path, **{name: value})
+        for load in (AutoModelForCausalLM, head):
+            with pytest.raises(ValueError, match=message):
+                load.from_pretrained(tmp_path, **{name: value})
+            with pytest.raises(ValueError, match=message):
+                load.from_pretrained(tmp_path, config=changed)
+            # the value that it has
+            load.from_pretrained(tmp_path, **{name: before})
+        # a new model of that shape
+        assert getattr(AutoModelForCausalLM.from_config(changed).config, name) == value
+
+
+def test_a_vanilla_checkpoint_has_no_tensors_of_the_method_yet(tmp_path):
+    Qwen3ForCausalLM(Qwen3Config(**SIZES)).save_pretrained(tmp_path)
+    model = depthmix.MHCForCausalLM.from_pretrained(tmp_path, mhc_num_streams=3)
+    assert model.config.mhc_num_streams == 3
+    with pytest.raises(ValueError, match="use_qk_norm=False: must be True, with which"):
+        depthmix.MHCForCausalLM.from_pretrained(tmp_path, use_qk_norm=False)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "given", "remark"),
+    [
+        ("depth_qwen3", {"depth_stride": 99}, "depth_stride=99: with 4 layers the first is the only source"),
+        ("depth_qwen3", {"depth_stride": 0, "depth_window": 2}, "depth_window=2 has no effect"),
+        ("attnres", {"attnres_block_size": 100}, "attnres_block_size=100: no block is ever finished in 4 layers"),
+        ("attnres", {"attnres_recency_bias_init": 1.0}, "attnres_recency_bias_init=1.0 has no effect"),
+        (
+            "moda_olmo2",
+            {"moda_attn_slots": False, "moda_ffn_slots": False, "moda_depth_window": 5},
+            "moda_depth_window=5 has no effect",
+        ),
+    ],
+)
+def test_values_without_effect(model_type, given, remark, caplog):
+    build(model_type)
+    assert caplog.text == ""
+    build(model_type, **given)
+    assert remark in caplog.text
+
+
+@pytest.mark.parametrize("name", ["dwa_dilation", "dwa_period"])
+def test_averages_that_would_read_nothing(name):
+    with pytest.raises(StrictDataclassError, match=f"{name}=50: must be at most num_hidden_layers=4"):
+        depthmix.DenseFormerConfig(**SIZES, **{name: 50})
+    assert getattr(depthmix.DenseFormerConfig(**SIZES, **{name: 4}), name) == 4
+
+
+@pytest.mark.parametrize("model_type", SOME)
+def test_a_change_after_building(model_type, caplog):
+    model = build(model_type)
+    copied, free = copy.deepcopy(model.config), config_class(model_type)(**SIZES)
+    for name in own_fields(model_type):
+        setattr(model.config, name, getattr(model.config, name))
+        setattr(copied, name, OTHER_VALUES[name])
+        setattr(free, name, OTHER_VALUES[name])
+    assert caplog.text == ""
+    for name in own_fields(model_type):
+        setattr(model.config, name, OTHER_VALUES[name])
+        said = f"{name}={OTHER_VALUES[name]!r} has no effect on the model" in caplog.text
+        assert said == (name != "output_depth_weights"), name

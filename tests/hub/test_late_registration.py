@@ -1,0 +1,50 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""`import depthmix` imports nothing of the host library, and everything is registered when it is needed."""
+
+import subprocess
+import sys
+
+import pytest
+
+
+SIZES = (
+    "vocab_size=19, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, "
+    "num_key_value_heads=1, head_dim=8"
+)
+CODE = {
+    "nothing is imported": (
+        "import sys, depthmix\nassert not {'torch', 'transformers', 'huggingface_hub'} & sys.modules.keys()\n"
+    ),
+    "an Auto class after it": (
+        "import depthmix\nfrom transformers import AutoConfig, AutoModelForCausalLM\n"
+        f"config = AutoConfig.for_model('attnres', {SIZES})\n"
+        "assert type(AutoModelForCausalLM.from_config(config)) is depthmix.AttnResForCausalLM\n"
+    ),
+    "an Auto class before it": (
+        "from transformers import AutoConfig, AutoModel, PreTrainedModel, Trainer\nimport depthmix\n"
+        f"config = AutoConfig.for_model('mhc', {SIZES})\n"
+        "assert type(AutoModel.from_config(config)) is depthmix.MHCModel\n"
+    ),
+    "only a configuration, from its own module": (
+        "from depthmix.configuration.configuration_attnres import AttnResConfig\n"
+        "import os, sys\nAttnResConfig().save_pretrained(sys.argv[1])\n"
+        "assert {'modeling_attnres.py', 'depthmix_code.json'} <= set(os.listdir(sys.argv[1]))\n"
+    ),
+    "only a model, from its own module": (
+        "from depthmix.modeling.modeling_attnres import AttnResForCausalLM as Model\n"
+        "import os, sys\nfrom transformers import AutoModelForCausalLM\n"
+        f"Model(Model.config_class({SIZES})).save_pretrained(sys.argv[1])\n"
+        "assert 'modeling_attnres.py' in os.listdir(sys.argv[1])\n"
+        "assert type(AutoModelForCausalLM.from_pretrained(sys.argv[1])) is Model\n"
+    ),
+    "tables are pickled whole": (
+        "import pickle, depthmix\nfrom transformers import AutoModelForCausalLM\n"
+        "table = pickle.loads(pickle.dumps(AutoModelForCausalLM._model_mapping))\n"
+        "assert table[depthmix.AttnResConfig] is depthmix.AttnResForCausalLM\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("code", CODE.values(), ids=CODE.keys())
+def test_order_of_imports(code, tmp_path):
+    subprocess.run([sys.executable, "-c", code, tmp_path / "saved"], check=True)
