@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from depthmix.conversion import ConversionError, convert
 
 
+pytestmark = pytest.mark.once
 WORDS = [f"w{i}" for i in range(11)]
 TEXT = " ".join(WORDS[i] for i in (1, 5, 3, 7, 2, 9, 4, 4, 8, 6))
 IDS = torch.tensor([[1, 5, 3, 7, 2, 9, 4, 4, 8, 6]])

@@ -276,6 +276,7 @@ def test_wrong_usage_exits_with_2(arguments, fails):
     assert "usage: depthmix" in fails(2, *arguments)
 
 
+@pytest.mark.once
 def test_as_a_process(qwen3_source, tmp_path):
     """One line on stderr and no traceback, whichever way the command is started."""
     command = [sys.executable, "-m", "depthmix", "convert", tmp_path / "nowhere", tmp_path / "converted"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+pytestmark = [pytest.mark.once, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")]
 
 
 @pytest.fixture

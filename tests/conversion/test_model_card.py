@@ -7,6 +7,9 @@ from huggingface_hub import ModelCard
 from depthmix.conversion import convert
 
 
+pytestmark = pytest.mark.once
+
+
 @pytest.fixture
 def card_of(qwen3_source, tmp_path):
     """`card_of(source_card, **options)` converts a source that has this README.md."""

@@ -117,27 +117,49 @@ def test_a_destination_that_appears_meanwhile_is_kept(workplace):
     assert os.listdir(workplace / "model") == ["thesis.txt"]
 
 
+# for each line of its input, the command in a process of its own, which it forks after the slow imports
+COMMANDS = """
+import json, os, signal, sys
+from depthmix.conversion import checkpoint_io
+from depthmix.conversion.cli import main
+
+# one byte at a time, so that a signal meets the writing
+checkpoint_io.CHUNK_BYTES = 8
+for line in sys.stdin:
+    log, *sys.argv[1:] = json.loads(line)
+    child = os.fork()
+    if not child:
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
+        # a background shell hands signals down as ignored
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        main()
+        sys.exit()
+    print(child, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def commands():
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", COMMANDS], **pipes) as process:
+        yield process
+
+
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
-def test_a_signalled_process_leaves_nothing(name, qwen3_source, workplace):
-    # one byte at a time, so that the signal meets the writing
-    # a background shell hands signals down as ignored
-    code = (
-        "import signal, sys\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler); signal.signal(signal.SIGTERM, signal.SIG_DFL)\n"
-        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
-        "from depthmix.conversion import checkpoint_io; from depthmix.conversion.cli import main\n"
-        "checkpoint_io.CHUNK_BYTES = 8\n"
-        "main()"
-    )
-    command = [sys.executable, "-c", code, "convert", qwen3_source(), workplace / "converted"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        deadline = time.monotonic() + 120
-        while not list(workplace.glob(".converted.*/model.safetensors")) and time.monotonic() < deadline:
-            assert process.poll() is None
-            time.sleep(0.01)
-        process.send_signal(signal.Signals[name])
-        _, errors = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.Signals[name]
+def test_a_signalled_process_leaves_nothing(name, commands, qwen3_source, workplace, tmp_path):
+    arguments = [tmp_path / "log", "convert", qwen3_source(), workplace / "converted"]
+    print(json.dumps([str(argument) for argument in arguments]), file=commands.stdin, flush=True)
+    child = int(commands.stdout.readline())
+    deadline = time.monotonic() + 120
+    while not list(workplace.glob(".converted.*/model.safetensors")):
+        assert time.monotonic() < deadline, (tmp_path / "log").read_text()
+        time.sleep(0.01)
+    os.kill(child, signal.Signals[name])
+    assert int(commands.stdout.readline()) == 128 + signal.Signals[name]
+    errors = (tmp_path / "log").read_text()
     assert "Traceback" not in errors and ("depthmix: interrupted" in errors) == (name == "SIGINT")
     assert os.listdir(workplace) == []
 
@@ -477,12 +499,14 @@ class TestLeftovers:
     def test_a_run_that_is_still_going_is_left_alone(self, workplace):
         with staged_folder(workplace / "model", overwrite=False) as staging:
             # another process has locks of its own
-            code = (
-                "import sys; from pathlib import Path; from depthmix.conversion.output_folder import clear_leftovers\n"
-                "print(clear_leftovers(Path(sys.argv[1]), []))"
-            )
-            command = [sys.executable, "-c", code, workplace / "model"]
-            assert subprocess.run(command, capture_output=True, text=True).stdout == "[]\n"
+            child = os.fork()
+            if not child:
+                status = 99
+                try:
+                    status = len(clear_leftovers(workplace / "model", []))
+                finally:
+                    os._exit(status)
+            assert os.waitpid(child, 0)[1] == 0
             (staging / "config.json").write_text("new")
         assert names(workplace) == ["model"]
 

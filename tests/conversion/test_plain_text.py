@@ -14,6 +14,7 @@ from depthmix.conversion.errors import raise_problems
 from depthmix.conversion.plain_text import markdown_code, markdown_text, printable
 
 
+pytestmark = pytest.mark.once
 ESCAPES = "\x1b[31mred\x1b]0;title\x07\x9b2J\x08\x7f"
 FORGED = "a\nfunction: the same\r\u2028b\u202etxt"
 MARKUP = "`](https://evil) <script>alert(1)</script>\n\n# Install\n```\n![x](http://evil/x.png) www.evil.com a@b.c"

@@ -33,16 +33,14 @@ def test_gradients_are_exact(
 
 
 @pytest.mark.interpreter
-@BOTH_MODES
-def test_with_kernels(
-    family, use_reentrant, build_awake, token_ids, gradients, assert_same_gradients, enable_checkpointing
-):
+def test_with_kernels(family, build_awake, token_ids, gradients, assert_same_gradients, enable_checkpointing):
     model = build_awake(family, **family.densest, num_hidden_layers=3, depth_impl="triton").train()
-    ids = token_ids(2, 7)
+    ids = token_ids(1, 5)
     expected = gradients(model, ids)
-    enable_checkpointing(model, use_reentrant=use_reentrant)
-    # where a recomputed layer mixes for itself, sums have another order
-    assert_same_gradients(gradients(model, ids), expected, tolerance=1e-5)
+    for use_reentrant in (False, True):
+        enable_checkpointing(model, use_reentrant=use_reentrant)
+        # where a recomputed layer mixes for itself, sums have another order
+        assert_same_gradients(gradients(model, ids), expected, tolerance=1e-5)
 
 
 @BOTH_MODES

@@ -1,5 +1,5 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
-"""Two processes over gloo; starting them is what takes the time, so one start serves all checks of a family."""
+"""Two processes over gloo; starting them is what takes the time, so one start serves all checks."""
 
 import json
 import subprocess
@@ -22,33 +22,32 @@ PATTERNS = {"depth_qwen3": ["window"], "attnres": ["block_3"], "moda_olmo2": ["w
 WORKER = Path(__file__).with_name("two_process_worker.py")
 
 
-@pytest.fixture
-def run_two_processes(tmp_path):
+@pytest.fixture(scope="module")
+def run_two_processes(tmp_path_factory):
     """`run_two_processes(folders)` gives the results of both ranks."""
+    place = tmp_path_factory.mktemp("two_processes")
+    logs = [place / f"rank{rank}.log" for rank in range(2)]
+    workers = []
 
     def run_two_processes(folders: dict[str, Path]) -> list[dict]:
-        arguments = [f"{name}={folder}" for name, folder in folders.items()]
-        results = [tmp_path / f"rank{rank}.json" for rank in range(2)]
-        logs = [tmp_path / f"rank{rank}.log" for rank in range(2)]
-        workers = []
-        try:
-            for rank in range(2):
-                with open(logs[rank], "w") as log:
-                    workers.append(
-                        subprocess.Popen(
-                            [sys.executable, WORKER, str(rank), tmp_path / "rendezvous", results[rank], *arguments],
-                            stdout=log,
-                            stderr=subprocess.STDOUT,
-                        )
-                    )
-            codes = [worker.wait(timeout=200) for worker in workers]
-        finally:
-            for worker in workers:
-                worker.kill()
-        assert codes == [0, 0], "\n".join(log.read_text() for log in logs)
-        return [json.loads(path.read_text()) for path in results]
+        for worker in workers:
+            print(json.dumps({name: str(folder) for name, folder in folders.items()}), file=worker.stdin, flush=True)
+        answers = [worker.stdout.readline() for worker in workers]
+        assert all(answers), "\n".join(log.read_text() for log in logs)
+        return [json.loads(answer) for answer in answers]
 
-    return run_two_processes
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    try:
+        for rank in range(2):
+            command = [sys.executable, WORKER, str(rank), place / "rendezvous"]
+            with open(logs[rank], "w") as log:
+                workers.append(subprocess.Popen(command, stderr=log, **pipes))
+        yield run_two_processes
+        for worker in workers:
+            worker.communicate(timeout=60)
+    finally:
+        for worker in workers:
+            worker.kill()
 
 
 def test_two_processes(family, build_awake, tmp_path, run_two_processes):

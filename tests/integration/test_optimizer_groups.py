@@ -135,6 +135,7 @@ def test_nothing_to_train():
         optimizer_groups(torch.nn.Linear(2, 2).requires_grad_(False), 1.0)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("first", ["depthmix", "transformers.trainer"])
 def test_order_of_imports(first):
     code = (

@@ -2,12 +2,14 @@
 """
 One of the two processes of test_distributed.py: runs every check and writes what each of them measured.
 
-Usage: two_process_worker.py RANK RENDEZVOUS_FILE RESULTS.json NAME=MODEL_FOLDER [NAME=MODEL_FOLDER ...]
+Usage: two_process_worker.py RANK RENDEZVOUS_FILE. Each line of its input is a JSON object of model folders by name;
+for each it prints one with the results.
 """
 
 import copy
 import gc
 import json
+import os
 import sys
 import traceback
 import warnings
@@ -206,14 +208,22 @@ def pipeline(folder, ids):
 
 
 def main():
-    rank, rendezvous, results_path, *folders = sys.argv[1:]
+    rank, rendezvous = sys.argv[1:]
+    # what libraries print must not come between the results
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
     torch.set_num_threads(1)
     # what is loaded stays; looking for garbage in it takes long
     gc.freeze()
     do_repeated_work_once()
     logging.disable_progress_bar()
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=int(rank), world_size=WORLD_SIZE)
-    folders = dict(folder.split("=", 1) for folder in folders)
+    for line in sys.stdin:
+        print(json.dumps(results_of(json.loads(line))), file=answers)
+    dist.destroy_process_group()
+
+
+def results_of(folders: dict[str, str]) -> dict:
     vocab_size = load(next(iter(folders.values()))).config.vocab_size
     ids = torch.randint(3, vocab_size, (4, 12), generator=torch.Generator().manual_seed(1))
 
@@ -243,9 +253,8 @@ def main():
             except Exception:
                 results[name] = traceback.format_exc()
         results.setdefault("warnings", []).extend(f"{name}: {warning.message}" for warning in caught)
-    Path(results_path).write_text(json.dumps(results), encoding="utf-8")
     dist.barrier()
-    dist.destroy_process_group()
+    return results
 
 
 if __name__ == "__main__":

@@ -108,6 +108,8 @@ def next_token_loss(logits, ids):
 class CausalLMChecks:
     # name -> fields of the configuration
     variants: ClassVar[dict[str, dict]] = {"default": {}}
+    # whether the variants that change what transformers does run on its oldest version too
+    has_host_variants: ClassVar[bool] = False
     # the attention implementations that the family accepts
     attentions: ClassVar[tuple[str, ...]] = ("eager", "sdpa", "flex_attention")
     # those of the variants whose logits change when all positions shift
@@ -120,12 +122,13 @@ class CausalLMChecks:
 
     def pytest_generate_tests(self, metafunc):
         if "variant" in metafunc.fixturenames:
-            # on the oldest transformers, one for all that differ in the method only: the masks and layers are its own
+            # on the oldest transformers, one for all that differ in the method only; those that differ in what the
+            # host does with one method, since all methods share the forward, the attention and the masks
             first, *others = self.variants
-            cases = [
-                pytest.param(name, marks=[pytest.mark.once] if HOST_FIELDS.isdisjoint(self.variants[name]) else [])
-                for name in others
+            on_oldest = [
+                name for name in others if self.has_host_variants and self.variants[name].keys() & HOST_FIELDS
             ]
+            cases = [pytest.param(name, marks=[] if name in on_oldest else [pytest.mark.once]) for name in others]
             metafunc.parametrize("variant", [first, *cases])
         if "any_attention" in metafunc.fixturenames:
             metafunc.parametrize("any_attention", self.attentions)

@@ -62,6 +62,7 @@ class TestCausalLM(CausalLMChecks):
         "looped": {"num_hidden_layers": 2, "num_loops": 3, "depth_stride": 3}
         | {"use_sliding_window": True, "sliding_window": 6, "layer_types": ["full_attention", "sliding_attention"]},
     }
+    has_host_variants = True
     looped_variants = {"looped"}
     absolute_variants = {"every layer"}
     sequence_classification_class = DepthQwen3ForSequenceClassification

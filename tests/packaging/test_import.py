@@ -69,12 +69,14 @@ def write_kernels_package(folder):
     metadata.write_text(f"Metadata-Version: 2.1\nName: kernels\nVersion: {import_utils.KERNELS_MIN_VERSION}\n")
 
 
+@pytest.mark.once
 def test_from_the_root_of_the_repository(tmp_path):
     result = start(ROOT)
     assert Path(result["file"]).parent == ROOT / "depthmix"
     assert result["kernels"] is None
 
 
+@pytest.mark.once
 def test_from_the_root_with_the_kernels_package_installed(tmp_path):
     write_kernels_package(tmp_path)
     result = start(ROOT, path=[tmp_path])
