@@ -39,10 +39,14 @@ class DenseFormerFields(DepthMixingFields):
         for name in ("dwa_dilation", "dwa_period"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be a positive number of layers.")
+
+    def ineffective_values(self):
+        yield from super().ineffective_values()
+        for name in ("dwa_dilation", "dwa_period"):
             if getattr(self, name) > self.num_hidden_layers:
-                raise ValueError(
-                    f"{name}={getattr(self, name)}: must be at most num_hidden_layers={self.num_hidden_layers}, or no "
-                    "average reads anything but its own layer's output."
+                yield (
+                    f"{name}={getattr(self, name)}: with {self.num_hidden_layers} layers no average reads anything but "
+                    "its own layer's output."
                 )
 
     @property
