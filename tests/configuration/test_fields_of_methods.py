@@ -162,6 +162,21 @@ def test_averages_that_would_read_nothing(name):
     assert getattr(depthmix.DenseFormerConfig(**SIZES, **{name: 4}), name) == 4
 
 
+@pytest.mark.skipif("attnres_kimi_linear" not in FAMILIES, reason="this version of transformers has no Kimi Linear")
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"layer_types": ["linear_attention"] * 4}, "layer_types has 'linear_attention' only: must have 'full_attent"),
+        ({"qk_rope_head_dim": 0}, "qk_rope_head_dim=0: must be positive"),
+        ({"model_max_length": 0}, "model_max_length=0: must be positive"),
+    ],
+)
+def test_fields_of_kimi_linear_have_their_own_names(given, message):
+    sizes = {name: value for name, value in SIZES.items() if name != "head_dim"}
+    with pytest.raises(StrictDataclassError, match=message):
+        depthmix.AttnResKimiLinearConfig(**sizes, **given)
+
+
 @pytest.mark.parametrize("model_type", SOME)
 def test_a_change_after_building(model_type, caplog):
     model = build(model_type)
