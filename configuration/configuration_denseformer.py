@@ -45,8 +45,8 @@ class DenseFormerFields(DepthMixingFields):
         for name in ("dwa_dilation", "dwa_period"):
             if getattr(self, name) > self.num_hidden_layers:
                 yield (
-                    f"{name}={getattr(self, name)}: with {self.num_hidden_layers} layers no average reads anything but "
-                    "its own layer's output."
+                    f"{name}={getattr(self, name)}: with {self.num_hidden_layers} layers no average reads anything "
+                    "but its own layer's output."
                 )
 
     @property

@@ -134,7 +134,10 @@ class DepthMixingFields:
 
     def validate_depth_mixing(self):
         """Part of the `@strict` validation, which runs on construction and before saving."""
-        check_decoder_shape(self)
+        try:
+            check_decoder_shape(self)
+        except ValueError as error:
+            raise _under_own_name(self, error) from None
         check_layer_kinds(self)
         if self.prefill_chunk_tokens != "auto":
             check_count("prefill_chunk_tokens", self.prefill_chunk_tokens)
@@ -203,6 +206,16 @@ def check_decoder_shape(config: PreTrainedConfig | Mapping[str, Any]) -> None:
         _check_dtype(name, values.get(name))
     for name in _ROPE_FIELDS:
         _check_rope(name, values.get(name))
+
+
+def _under_own_name(config: PreTrainedConfig, error: ValueError) -> ValueError:
+    """The error with the name that a field has in this configuration, where the common one stands for it."""
+    name, equals, rest = str(error).partition("=")
+    own = config.attribute_map.get(name, name)
+    # where heads have a part that rotates, the host makes this field of the width of that part
+    if name == "head_dim" and hasattr(config, "qk_rope_head_dim"):
+        own = "qk_rope_head_dim"
+    return ValueError(f"{own}{equals}{rest}")
 
 
 def _checked_values(config: PreTrainedConfig) -> dict[str, Any]:
@@ -352,6 +365,11 @@ def check_layer_kinds(config: PreTrainedConfig) -> None:
     """
     declared = {each.name for each in fields(config)}
     window, kinds = getattr(config, "sliding_window", None), set(getattr(config, "layer_types", None) or ())
+    if kinds == {"linear_attention"}:
+        raise ValueError(
+            "layer_types has 'linear_attention' only: must have 'full_attention' for one layer at least, since no "
+            "other knows how many tokens a cache has."
+        )
     if ("sliding_window" not in declared and window is not None) or (
         "layer_types" not in declared and kinds - {"full_attention", *(["sliding_attention"] if window else [])}
     ):
@@ -392,4 +410,5 @@ def take_model_type(config: PreTrainedConfig, values: dict[str, Any]) -> None:
     try:
         check_decoder_shape(_checked_values(config) | values)
     except ValueError as error:
+        error = _under_own_name(config, error)
         raise StrictDataclassClassValidationError(validator="validate_depth_mixing", cause=error) from error

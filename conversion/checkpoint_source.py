@@ -12,7 +12,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from .checkpoint_io import INDEX_FILE, SINGLE_FILE, WEIGHT_FILES, no_weights_message, read_json
 from .errors import ConversionError
-from .plain_text import without_token
+from .plain_text import one_line, without_token
 
 
 CONFIG_FILE = "config.json"
@@ -78,7 +78,8 @@ def locate_checkpoint(source: str | os.PathLike, revision: str | None = None, to
     # without a network the errors are those of the Hub client's HTTP library
     except Exception as error:
         raise ConversionError(
-            f"There is no local folder {hub_id}, and the Hub did not deliver a checkpoint of that name: {error}"
+            f"There is no local folder {hub_id}, and the Hub did not deliver a checkpoint of that name: "
+            f"{one_line(error)}"
         ) from without_token(error)
     if not any((folder / name).exists() for name in (SINGLE_FILE, INDEX_FILE)):
         raise ConversionError(no_weights_message(hub_id, _names_in_repo(hub_id, revision, token, folder)))

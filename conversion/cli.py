@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, NoReturn, get_args, get_origin
@@ -17,7 +18,7 @@ from depthmix.hub import users_references, write_in_place, write_remote_code
 from depthmix.version import __version__
 
 from .checkpoint_io import read_json
-from .code_check import verify_code
+from .code_check import check_own_model_type, verify_code
 from .converter import DTYPES, TARGETS, convert, inspect_checkpoint
 from .errors import ConversionError
 from .plain_text import printable_lines
@@ -92,7 +93,7 @@ def _make_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--to",
         metavar="METHOD",
-        choices=[*TARGETS, *AUTO_MAPS],
+        type=_method,
         default="depth_attention",
         help=f"{', '.join(TARGETS)}, or a model type of one of these, such as depth_qwen3 (default: %(default)s)",
     )
@@ -143,6 +144,16 @@ def _make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _method(text: str) -> str:
+    if text in TARGETS or text in AUTO_MAPS:
+        return text
+    similar = get_close_matches(text, [*TARGETS, *AUTO_MAPS], n=3)
+    raise argparse.ArgumentTypeError(
+        f"{text!r}: must be one of {', '.join(TARGETS)}, or a model type of one of these"
+        + (f"; similar ones are {', '.join(similar)}" if similar else "")
+    )
+
+
 def _serve(argv: list[str]) -> NoReturn:
     """`transformers serve` with these arguments, in a process in which depthmix has been imported."""
     from transformers.cli.transformers import app
@@ -179,8 +190,7 @@ def _bundle(directory: Path) -> str:
         raise ConversionError(f"{directory} has no config.json.")
     config = read_json(config_path)
     model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in AUTO_MAPS:
-        raise ConversionError(f"{config_path}: model_type is {model_type!r}, must be one of {', '.join(AUTO_MAPS)}.")
+    check_own_model_type(model_type, config_path)
     auto_map = config.get("auto_map") or {}
     if not isinstance(auto_map, dict):
         raise ConversionError(f"{config_path}: auto_map is {auto_map!r}, must map Auto classes to references.")

@@ -5,12 +5,13 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from depthmix.auto import AUTO_MAPS
-from depthmix.hub import collect_remote_code, hash_code
+from depthmix.hub import collect_remote_code, hash_code, own_versions
 from depthmix.releases import released_hashes
 from depthmix.version import __version__
 
@@ -40,16 +41,21 @@ class CodeCheck:
     Args:
         folder (`str`), release (`str`):
             What was checked, and the release whose code it has.
-        files (`dict`):
-            Names of the files of code and their SHA-256.
+        files (`dict`), others (`dict`):
+            Names of the files of code and their SHA-256: of this model, and of others of depthmix that were in the
+            folder before, which nothing in it names.
     """
 
     folder: str
     release: str
     files: dict[str, str]
+    others: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [f"{self.folder}: the code is that of {self.release}", *(f"  {v}  {k}" for k, v in self.files.items())]
+        if self.others:
+            lines.append("also there, of other models of depthmix, and not used by this one:")
+            lines += [f"  {v}  {k}" for k, v in self.others.items()]
         return "\n".join(printable(line) for line in lines)
 
 
@@ -69,8 +75,7 @@ def verify_code(folder: str | os.PathLike) -> CodeCheck:
         raise ConversionError(f"{folder} has no {CONFIG_FILE}.")
     config = read_json(folder / CONFIG_FILE)
     model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in AUTO_MAPS:
-        raise ConversionError(f"{folder}: model_type is {model_type!r}, must be one of {', '.join(AUTO_MAPS)}.")
+    check_own_model_type(model_type, folder)
     found = {path.name: hash_code(path.read_bytes()) for path in sorted(folder.glob("*.py")) if path.is_file()}
     candidates = dict(_known_code(model_type))
     # the one that fits best says what is wrong
@@ -81,7 +86,23 @@ def verify_code(folder: str | os.PathLike) -> CodeCheck:
         [*_code_problems(folder, expected["files"], found), *_other_problems(folder, expected["auto_map"])],
         limit=50,
     )
-    return CodeCheck(str(folder), release, found)
+    used = {name: digest for name, digest in found.items() if name in expected["files"]}
+    return CodeCheck(str(folder), release, used, {name: found[name] for name in found.keys() - used.keys()})
+
+
+def check_own_model_type(model_type: Any, place: Path) -> None:
+    """
+    Raises:
+        [`ConversionError`]: if a model type is none of this package's; the message names those that look like it.
+    """
+    if isinstance(model_type, str) and model_type in AUTO_MAPS:
+        return
+    similar = get_close_matches(str(model_type), AUTO_MAPS, n=3)
+    hint = f" Similar ones are {', '.join(similar)}." if similar else ""
+    raise ConversionError(
+        f"{place}: model_type is {model_type!r}, which is none of depthmix's {len(AUTO_MAPS)}, such as depth_qwen3: a "
+        f"method, and a backbone.{hint} `depthmix inspect` says what a checkpoint is."
+    )
 
 
 def _known_code(model_type: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -98,7 +119,9 @@ def _code_problems(folder: Path, expected: dict[str, str], found: dict[str, str]
         if name not in found:
             yield f"{name} is missing"
         elif name not in expected:
-            yield f"{name} is not depthmix's"
+            # what saving another method's model over this folder's leaves there
+            if found[name] not in own_versions(name):
+                yield f"{name} is not depthmix's"
         elif found[name] != expected[name]:
             yield f"{name} is edited, or of another version: its SHA-256 is {found[name]}"
     for path in _entries(folder):

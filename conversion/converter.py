@@ -54,7 +54,7 @@ from .conversion_target import ConversionTarget, TranslatedConfig
 from .errors import ConversionError
 from .model_card import make_model_card, read_card_metadata
 from .output_folder import check_apart, check_destination, check_model_only, clear_leftovers, staged_folder
-from .plain_text import hidden_tokens, without_token
+from .plain_text import hidden_tokens, one_line, without_token
 from .reports import (
     CheckpointDescription,
     ConversionReport,
@@ -442,7 +442,7 @@ def _check_repo_id(repo_id: str | None) -> None:
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
-        raise ConversionError(f"push_to_hub={repo_id!r}: not the name of a Hub repository. {error}") from (
+        raise ConversionError(f"push_to_hub={repo_id!r}: not the name of a Hub repository. {one_line(error)}") from (
             without_token(error)
         )
 
@@ -552,7 +552,7 @@ def _push(dest: Path, repo_id: str, token: str | bool | None, private: bool) -> 
     # without a network the errors are those of the Hub client's HTTP library
     except Exception as error:
         raise ConversionError(
-            f"The conversion is complete in {dest}, but pushing to {repo_id} failed: {error}",
+            f"The conversion is complete in {dest}, but pushing to {repo_id} failed: {one_line(error)}",
             f"To upload it later: {shlex.join(['hf', 'upload', repo_id, str(dest)])}",
         ) from without_token(error)
     return str(address)

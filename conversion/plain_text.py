@@ -32,6 +32,11 @@ def printable(text: object, limit: int = LINE_LIMIT) -> str:
     return f"{line[:kept]} ... ({len(line) - 2 * kept} characters left out) ... {line[-kept:]}"
 
 
+def one_line(error: object) -> str:
+    """What a library says, without its line breaks and indentation. Not for names from files, which are escaped."""
+    return " ".join(str(error).split())
+
+
 def printable_lines(text: object, limit: int = LINE_LIMIT) -> str:
     """A message of several lines, each of which is made [`printable`]."""
     # `splitlines` would take separators that only some programs take for line breaks

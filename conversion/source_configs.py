@@ -16,6 +16,7 @@ from depthmix.configuration.configuration_depth_common import check_decoder_shap
 from depthmix.configuration.depth_backbones import Backbone
 
 from .errors import ConversionError
+from .plain_text import one_line
 from .source_keys import (
     ALIASES,
     EXECUTION_KEYS,
@@ -80,15 +81,16 @@ def config_errors(place: str = "") -> Iterator[None]:
     """Errors of configurations become [`ConversionError`]; the message begins with the place."""
     try:
         yield
-    except ConversionError:
+    # the last three say nothing of a configuration: a full disk, an alarm, no memory
+    except (ConversionError, OSError, MemoryError):
         raise
     except StrictDataclassError as error:
         # the cause is the rule, which names the field and the value
-        raise ConversionError(f"{place}{error.__cause__ or error}") from error
+        raise ConversionError(f"{place}{one_line(error.__cause__ or error)}") from error
     except Exception as error:
         # any: a damaged value can fail anywhere in a library, and a mere `'bogus'` says little without its type
         kind = "" if isinstance(error, (ValueError, TypeError)) else f"{type(error).__name__}: "
-        raise ConversionError(f"{place}The configuration is not valid: {kind}{error}") from error
+        raise ConversionError(f"{place}The configuration is not valid: {kind}{one_line(error)}") from error
 
 
 def read_own(source: dict[str, Any], path: Path) -> PreTrainedConfig | None:

@@ -20,6 +20,7 @@ from transformers import TOKENIZER_MAPPING, AutoTokenizer, PreTrainedConfig, Pre
 
 from .checkpoint_source import TOKENIZER_CONFIG_FILE, TOKENIZER_FILES
 from .errors import ConversionError
+from .plain_text import one_line
 
 
 _ATTRIBUTES = ("padding_side", "truncation_side", "model_max_length", "model_input_names", "all_special_tokens")
@@ -145,8 +146,11 @@ def _load(
             if not isinstance(loaded, PreTrainedTokenizerBase):
                 raise TypeError(f"{type(loaded).__name__} is no tokenizer")
             return loaded
+        except (TimeoutError, MemoryError):
+            raise
         except Exception as error:
-            raise ConversionError(f"{type(error).__name__}: {error}".replace(folder, "the source")) from error
+            text = one_line(f"{type(error).__name__}: {error}")
+            raise ConversionError(text.replace(folder, "the source")) from error
         except BaseException as error:
             # what a panic of the tokenizers library is raised as
             if type(error).__name__ != "PanicException":

@@ -77,6 +77,28 @@ def _flat_code(path: Path) -> tuple[str, list[str]]:
     return code, _SIBLING.findall(code)
 
 
+def own_versions(name: str) -> set[str]:
+    """
+    The hashes that a file of code has in the models of this version and of all releases: a configuration's file names
+    the classes of a model, so that it differs between backbones. Empty for a name that is none of depthmix's.
+    """
+    # not at the top: it needs this module
+    from depthmix.auto import AUTO_MAPS
+
+    module = name.removesuffix(".py")
+    families = [family for release in released_hashes().values() for family in release.values()]
+    found = {family["files"][name] for family in families if name in family["files"]}
+    try:
+        path = _module_path(module)
+        code, _ = _flat_code(path)
+    except ImportError:
+        return found
+    maps = [auto_map for auto_map in AUTO_MAPS.values() if auto_map["AutoConfig"].split(".")[0] == module]
+    found |= {hash_code(code + addition) for addition in ("", *map(_naming_of_models, maps))}
+    # transformers copies the package's own file for classes that are registered by hand
+    return found | {hash_code(path.read_bytes())}
+
+
 def write_remote_code(directory: str | Path, auto_map: dict[str, str]) -> list[str]:
     """
     Writes these modules and the list of their hashes into a folder, and returns the file names of the modules.
@@ -163,12 +185,7 @@ def _edited_files(folder: Path, files: dict[str, str]) -> list[str]:
         if path.is_symlink() or not path.is_file():
             continue
         digest = hash_code(path.read_bytes())
-        released = {
-            release["files"].get(name) for families in released_hashes().values() for release in families.values()
-        }
-        # transformers copies the package's own file for classes that are registered by hand
-        own = {hash_code(code), hash_code(_module_path(name.removesuffix(".py")).read_bytes())}
-        if digest not in released | own | {listed.get(name)}:
+        if digest not in {hash_code(code), listed.get(name)} and digest not in own_versions(name):
             edited.append(name)
     return edited
 

@@ -64,7 +64,9 @@ def optimizer_groups(
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             # DeepSpeed keeps the shape of what it has partitioned
-            decays = mixing.get(name, len(getattr(parameter, "ds_shape", parameter.shape)) > 1)
+            is_matrix = len(getattr(parameter, "ds_shape", parameter.shape)) > 1
+            # the logarithms of Kimi Linear's decay rates have the shape of a matrix
+            decays = mixing.get(name, is_matrix and not name.endswith(".A_log"))
             groups.setdefault((name in mixing, decays), []).append(parameter)
     if not groups:
         raise ValueError("model has no parameters that require a gradient: there is nothing to optimize.")

@@ -64,8 +64,8 @@ def own_fields(model_type):
 def test_every_field_is_known():
     for model_type, family in FAMILIES.items():
         stock = {field.name for field in fields(family.backbone.stock_config_class())}
-        own = {field.name for field in fields(config_class(model_type))} - stock - {"depth_impl", "prefill_chunk_tokens"}
-        assert own <= OTHER_VALUES.keys(), model_type
+        own = {field.name for field in fields(config_class(model_type))} - stock
+        assert own - {"depth_impl", "prefill_chunk_tokens"} <= OTHER_VALUES.keys(), model_type
 
 
 @pytest.mark.parametrize("model_type", SOME)
@@ -155,6 +155,21 @@ def test_values_without_effect(model_type, given, remark, caplog):
     assert caplog.text == ""
     build(model_type, **given)
     assert remark in caplog.text
+
+
+@pytest.mark.skipif("attnres_kimi_linear" not in FAMILIES, reason="this version of transformers has no Kimi Linear")
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"layer_types": ["linear_attention"] * 4}, "layer_types has 'linear_attention' only: must have 'full_attent"),
+        ({"qk_rope_head_dim": 0}, "qk_rope_head_dim=0: must be positive"),
+        ({"model_max_length": 0}, "model_max_length=0: must be positive"),
+    ],
+)
+def test_fields_of_kimi_linear_have_their_own_names(given, message):
+    sizes = {name: value for name, value in SIZES.items() if name != "head_dim"}
+    with pytest.raises(StrictDataclassError, match=message):
+        depthmix.AttnResKimiLinearConfig(**sizes, **given)
 
 
 @pytest.mark.parametrize("model_type", SOME)

@@ -45,6 +45,22 @@ def test_every_family_as_it_is_saved(model_type, tmp_path, capsys):
     assert all(f"{digest}  {name}" in text for name, digest in listed.items())
 
 
+def test_files_of_another_method(tmp_path, capsys):
+    """They are depthmix's too, and saving over its model leaves them there. Edited ones are named."""
+    for model_type in ("depth_qwen3", "attnres_olmo2", "attnres"):
+        auto_classes(model_type)["AutoConfig"]().save_pretrained(tmp_path)
+    check = verify_code(tmp_path)
+    assert check.files.keys() == collect_remote_code(AUTO_MAPS["attnres"]).keys()
+    assert {"modeling_depth_attention.py", "configuration_depth_attention.py"} <= check.others.keys()
+    main(["verify", str(tmp_path)])
+    text = capsys.readouterr().out
+    assert "of other models of depthmix, and not used by this one" in text and "modeling_depth_attention.py" in text
+    with open(tmp_path / "modeling_depth_attention.py", "a") as file:
+        file.write("import os\n")
+    with pytest.raises(ConversionError, match="modeling_depth_attention.py is not depthmix's"):
+        verify_code(tmp_path)
+
+
 def test_a_converted_folder(qwen3_source, tmp_path):
     source = qwen3_source()
     (source / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["evil.Evil", null]}}')

@@ -276,7 +276,7 @@ def test_command_as_a_process(tiny, tmp_path):
         (None, "has no config.json"),
         (
             {"model_type": "qwen3"},
-            "model_type is 'qwen3', must be one of depth_qwen3, depth_qwen2, ",
+            "Similar ones are moda_qwen3, depth_qwen3.",
         ),
         ({}, "model_type is None"),
     ],
@@ -337,6 +337,23 @@ class TestWritingInPlace:
         save[route](tmp_path)
         assert not caplog.records
         assert_complete(tmp_path, weights=False)
+
+    def test_models_of_one_method_are_saved_over_each_other(self, tmp_path, caplog):
+        """The file of their configurations names the models of one backbone."""
+        texts = []
+        for name in (
+            "DepthOlmo2Config",
+            "DepthQwen3Config",
+            "AttnResConfig",
+            "AttnResOlmo2Config",
+            "DepthOlmo2Config",
+        ):
+            getattr(depthmix, name)().save_pretrained(tmp_path)
+            texts.append((tmp_path / "configuration_depth_attention.py").read_text())
+            # what is listed is that of the last model only
+            (tmp_path / MANIFEST).unlink()
+        assert texts[0] != texts[1] and texts[0] == texts[-1]
+        assert not list(tmp_path.glob("*.edited*")) and "edited" not in caplog.text
 
     def test_code_of_another_version_is_no_edited_code(self, save, tmp_path, caplog):
         save["save_pretrained"](tmp_path)

@@ -130,6 +130,15 @@ def test_rates_out_of_range(arguments, message):
         optimizer_groups(torch.nn.Linear(2, 2), **arguments)
 
 
+def test_decay_rates_do_not_decay():
+    """Of Kimi Linear: logarithms in the shape of a matrix. The Trainer's own rule is that of the host library."""
+    module = torch.nn.Module()
+    module.A_log, module.weight = (torch.nn.Parameter(torch.ones(1, 1, 2, 1)) for _ in range(2))
+    groups = optimizer_groups(torch.nn.ModuleDict({"gate": module}), 1.0, weight_decay=0.1)
+    decayed = {id(parameter): group["weight_decay"] for group in groups for parameter in group["params"]}
+    assert decayed == {id(module.A_log): 0.0, id(module.weight): 0.1}
+
+
 def test_nothing_to_train():
     with pytest.raises(ValueError, match="no parameters that require a gradient"):
         optimizer_groups(torch.nn.Linear(2, 2).requires_grad_(False), 1.0)
