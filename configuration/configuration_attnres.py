@@ -50,7 +50,7 @@ class AttnResFields(DepthMixingFields):
     ```
     """
 
-    shape_fields = ("attnres_recency_bias",)
+    shape_fields = ("attnres_recency_bias", "attnres_routing")
 
     attnres_variant: Literal["block", "full", "cumulative"] = field(
         default="block", metadata={"help": "what the sources are"}
