@@ -37,7 +37,8 @@ def fails(capsys):
 def test_convert_and_inspect(qwen3_source, tmp_path, capsys):
     source, dest = qwen3_source(), tmp_path / "converted"
     main(["convert", str(source), str(dest), "--to", "depth_qwen3", "--depth-stride", "3", "--depth-window", "1",
-          "--no-retrofit", "--key-norm-position", "after_rope", "--dtype", "bfloat16", "--shard-size", "100KB"])  # fmt: skip
+          "--no-retrofit", "--key-norm-position", "after_rope", "--dtype", "bfloat16",
+          "--shard-size", "100KB"])  # fmt: skip
     output = capsys.readouterr()
     assert "It starts as the method was published" in output.out
     for text in ("Converted", "47 kept", "321.15 KB", "depth_stride: 3 (new)", "key_norm_position: 'after_rope'"):
