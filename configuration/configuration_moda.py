@@ -38,6 +38,10 @@ class MoDAFields(DepthMixingFields):
             normalises keys.
         moda_depth_window (`int`, *optional*):
             Each layer reads so many of the most recent slots only. `None` stands for all.
+        moda_gate (`bool`, *optional*, defaults to `False`):
+            Whether each layer with slots has a number for each query head, its gate `g`: the attention is `g` times
+            that with slots plus `1 - g` times that without. Gates start at 0, where the model is its vanilla one; at 1
+            it is the same as without gates. Both hold bit for bit, where one kernel does not do both attentions.
 
     ```python
     >>> from depthmix import MoDAOlmo2Config
@@ -47,7 +51,7 @@ class MoDAFields(DepthMixingFields):
     ```
     """
 
-    shape_fields = ("moda_ffn_slots", "moda_attn_depth_proj")
+    shape_fields = ("moda_ffn_slots", "moda_attn_depth_proj", "moda_gate")
 
     moda_attn_slots: bool = field(default=True, metadata={"help": "whether attentions make depth slots"})
     moda_ffn_slots: bool = field(default=True, metadata={"help": "whether feed-forward networks make depth slots"})
@@ -59,6 +63,9 @@ class MoDAFields(DepthMixingFields):
     )
     moda_depth_window: int | None = field(
         default=None, metadata={"help": "layers read so many of the most recent slots only"}
+    )
+    moda_gate: bool = field(
+        default=False, metadata={"help": "whether slots have a gate for each query head, which starts closed"}
     )
 
     def __post_init__(self, **kwargs):

@@ -4,6 +4,7 @@
 from .code_check import CodeCheck, verify_code
 from .converter import convert, inspect_checkpoint
 from .errors import ConversionError
+from .fold_gates import fold_gates
 from .reports import CheckpointDescription, ConversionReport
 
 
@@ -13,6 +14,7 @@ __all__ = [
     "ConversionError",
     "ConversionReport",
     "convert",
+    "fold_gates",
     "inspect_checkpoint",
     "verify_code",
 ]

@@ -116,6 +116,13 @@ class TensorWrite:
 
         return cls(name, dtype, shape, math.prod(shape) * _FLOAT_SIZES[dtype], chunks)
 
+    @classmethod
+    def joined(cls, name: str, parts: Sequence[StoredTensor], dtype: str, shape: tuple[int, ...]) -> "TensorWrite":
+        """Copies of stored tensors, one below the other, as a parameter that the source does not have."""
+        writes = [cls.from_stored(name, part, dtype) for part in parts]
+        nbytes = sum(write.nbytes for write in writes)
+        return cls(name, dtype, shape, nbytes, lambda: (chunk for write in writes for chunk in write.chunks()))
+
 
 def open_checkpoint(folder: Path) -> Checkpoint:
     """

@@ -21,6 +21,7 @@ from .checkpoint_io import read_json
 from .code_check import check_own_model_type, verify_code
 from .converter import DTYPES, TARGETS, convert, inspect_checkpoint
 from .errors import ConversionError
+from .fold_gates import fold_gates
 from .plain_text import printable_lines
 from .source_configs import read_own
 
@@ -139,6 +140,18 @@ def _make_parser() -> argparse.ArgumentParser:
     command.set_defaults(run=verify_code)
     command.add_argument("folder", metavar="DIR", help="folder of a saved depthmix model")
 
+    command = commands.add_parser(
+        "fold-gates",
+        help="leave gates out that are all one",
+        description="Writes a model of which all gates are one without them, as which it computes the same.",
+    )
+    command.set_defaults(run=_fold_gates)
+    command.add_argument("folder", metavar="DIR", help="folder of a saved depthmix model with gates")
+    command.add_argument("dest", metavar="OUT", help="folder of the result")
+    command.add_argument(
+        "--overwrite", action="store_true", help="replace a model in OUT once the new one is complete"
+    )
+
     # only for the list of commands: all its arguments are the host library's
     commands.add_parser("serve", help="`transformers serve` for models of this package", add_help=False)
     return parser
@@ -180,6 +193,11 @@ def _add_options(command: argparse.ArgumentParser) -> None:
         else:
             given |= {"type": kind, "metavar": "N"}
         command.add_argument(f"--{name.replace('_', '-')}", default=None, **given)
+
+
+def _fold_gates(folder: str, dest: str, overwrite: bool) -> str:
+    gates = fold_gates(folder, dest, overwrite=overwrite)
+    return "\n".join([f"Left out, since all their values were one, and written to {dest}:", *gates])
 
 
 def _bundle(directory: Path) -> str:

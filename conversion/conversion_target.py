@@ -54,7 +54,14 @@ class TranslatedConfig:
 # takes the content of the source's config.json and the options that the user gave
 TranslateFn = Callable[[dict[str, Any], dict[str, Any]], TranslatedConfig]
 RetrofitFn = Callable[[dict[str, Any]], dict[str, Any]]
-NewTensorsFn = Callable[[PreTrainedConfig], "dict[str, Callable[[], torch.Tensor]]"]
+
+
+class JoinedTensors(tuple[str, ...]):
+    """A start value that is made of other tensors of the target, by name, one below the other."""
+
+
+NewTensor = Callable[[], "torch.Tensor"] | JoinedTensors
+NewTensorsFn = Callable[[PreTrainedConfig], Mapping[str, NewTensor]]
 
 
 @dataclass(frozen=True)

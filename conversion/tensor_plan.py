@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from depthmix.configuration.configuration_depth_common import shown
 
 from .checkpoint_io import FLOAT_DTYPES, Checkpoint, TensorWrite, same_values
-from .conversion_target import NewTensorsFn
+from .conversion_target import JoinedTensors, NewTensorsFn
 from .errors import ConversionError, raise_problems
 from .source_configs import config_errors
 from .weight_maps import WeightMap
@@ -62,7 +62,7 @@ def plan_tensors(
         shapes, tied, kept_in_fp32 = _expected_tensors(model_class, config)
         # by name only: a checkpoint may claim sizes of which the values do not fit in memory
         with torch.device("meta"):
-            start_names = new_tensors(config).keys()
+            starts = new_tensors(config)
     # made with the first of them that is written
     start_values = cache(partial(new_tensors, config))
     start_dtype = dtype or _most_common_dtype(checkpoint)
@@ -99,10 +99,17 @@ def plan_tensors(
                         f"would use its separate {stored.name} and not tie it to {partner.name}. Fine-tune it before "
                         "use, or set tie_word_embeddings to false in the source's config.json and convert again."
                     )
-        elif stored is None and name in start_names:
-            make = partial(lambda name: start_values()[name](), name)
+        elif stored is None and name in starts:
             new_dtype = "F32" if name in kept_in_fp32 else start_dtype
-            plan.writes.append(TensorWrite.from_function(name, make, new_dtype, shape))
+            start = starts[name]
+            if isinstance(start, JoinedTensors):
+                parts = [sources[part] for part in start if part in sources]
+                # a part that is missing or of another kind is named by itself
+                if len(parts) == len(start) and all(part.dtype in FLOAT_DTYPES for part in parts):
+                    plan.writes.append(TensorWrite.joined(name, parts, new_dtype, shape))
+            else:
+                make = partial(lambda name: start_values()[name](), name)
+                plan.writes.append(TensorWrite.from_function(name, make, new_dtype, shape))
             plan.new.append(name)
         elif stored is None:
             problems.append(f"{weight_map.to_source(name)} {_where_missing(name, model_class, checkpoint)}")

@@ -20,6 +20,7 @@ from typing import cast
 import torch
 from torch import nn
 from torch.nn.attention.bias import CausalBias
+from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -31,6 +32,7 @@ from depthmix.kernels.norm_rotary_mix_op import norm_rotary_mix
 from .decoder_layers import DecoderAttention, DecoderLayer, repeat_heads, rotate
 from .depth_decoder import DepthDecoderModel, DepthPreTrainedModel, Ledger, ModelClasses
 from .lent_weights import apply_mlp, apply_norm, runs_plainly
+from .mixing_modules import MixingModule, mixing_dtype
 from .transformers_versions import accepts_both_cache_names
 
 
@@ -46,6 +48,7 @@ def eager_moda_attention(
     depth_values: Sequence[torch.Tensor],
     attention_mask: torch.Tensor | None,
     scaling: float,
+    gate: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     The joint softmax in plain PyTorch, which keeps its weights.
@@ -61,6 +64,8 @@ def eager_moda_attention(
             Added to the scores of the tokens.
         scaling (`float`):
             Factor of all scores.
+        gate (`torch.Tensor` of shape `[Hq]`, *optional*):
+            How much of it counts beside the softmax over the tokens alone.
 
     Returns:
         The output `[B, Hq, T, d]` and the weights `[B, Hq, T, S + n]`: tokens, then slots.
@@ -71,8 +76,13 @@ def eager_moda_attention(
         scores = scores + attention_mask
     grouped = depth_query.unflatten(1, (-1, groups))
     depth_scores = [torch.einsum("bkgtd,btkd->bkgt", grouped, slot).flatten(1, 2) for slot in depth_keys]
-    scores = torch.cat([scores, torch.stack(depth_scores, dim=-1) * scaling], dim=-1)
-    weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    joint_scores = torch.cat([scores, torch.stack(depth_scores, dim=-1) * scaling], dim=-1)
+    weights = nn.functional.softmax(joint_scores, dim=-1, dtype=torch.float32)
+    if gate is not None:
+        share = gate.float()[:, None, None]
+        alone = nn.functional.pad(nn.functional.softmax(scores, dim=-1, dtype=torch.float32), (0, len(depth_keys)))
+        weights = (1 - share) * alone + share * weights
+    weights = weights.to(query.dtype)
     output = torch.matmul(weights[..., :tokens], repeat_heads(value, groups))
     for j, slot in enumerate(depth_values):
         output = output + weights[..., tokens + j, None] * repeat_heads(slot.transpose(1, 2), groups)
@@ -86,6 +96,18 @@ def norm_gain(norm: nn.Module, eps: float, size: int, like: torch.Tensor) -> tor
     return norm(like.new_ones(size)) * (1 + eps) ** 0.5
 
 
+class SlotGate(MixingModule):
+    """How much the attention with slots counts for each query head, beside that without: 0 is none, 1 is all of it."""
+
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(config.num_attention_heads, dtype=mixing_dtype()))
+
+    def forward(self) -> torch.Tensor:
+        """The gate of each head, `[Hq]`."""
+        return self.weight
+
+
 class MoDAAttention(DecoderAttention):
     """Attention whose softmax runs over the tokens and the depth slots that the layer reads."""
 
@@ -96,6 +118,7 @@ class MoDAAttention(DecoderAttention):
         self.slot_size = config.num_key_value_heads * self.head_dim
         self.reader_norm = config.moda_depth_key_mode == "reader_norm"
         self.first_slot, self.last_slot = config.depth_slots[layer_idx]
+        self.depth_gate = SlotGate(config) if config.moda_gate and self.first_slot < self.last_slot else None
         self.makes_slot = (
             config.moda_attn_slots and not config.moda_attn_depth_proj and layer_idx + 1 < config.num_hidden_layers
         )
@@ -195,10 +218,11 @@ class MoDAAttention(DecoderAttention):
         is_causal: bool | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention to tokens and slots: output `[B, Hq, T, d]`, and the weights, from the eager form."""
+        gate = None if self.depth_gate is None else self.depth_gate()
         if self.config._attn_implementation == "eager":
             depth_keys, depth_values = depth_stream.slots(handle, self.first_slot, self.last_slot)
             return eager_moda_attention(
-                query, keys, values, depth_query, depth_keys, depth_values, attention_mask, self.scaling
+                query, keys, values, depth_query, depth_keys, depth_values, attention_mask, self.scaling, gate
             )
         is_causal = self.is_causal if is_causal is None else is_causal
         tokens = query.shape[2]
@@ -220,6 +244,7 @@ class MoDAAttention(DecoderAttention):
             scaling=self.scaling,
             attention_mask=attention_mask,
             is_causal=is_causal,
+            gate=gate,
         )
         return output, None
 
@@ -332,12 +357,18 @@ class MoDALedger(Ledger):
 
 
 class MoDASupport(DepthPreTrainedModel):
-    """Which attention implementations know depth slots."""
+    """Which attention implementations know depth slots, and how gates start: closed."""
 
     _supports_flash_attn = False
     _supports_flex_attn = False
     # attention functions of others, which servers bring along, know nothing of depth slots
     _supports_attention_backend = False
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module):
+        super()._init_weights(module)
+        if isinstance(module, SlotGate):
+            init.zeros_(module.weight)
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args, **kwargs) -> str:
         if attn_implementation not in (None, *ATTENTION_IMPLEMENTATIONS):

@@ -181,9 +181,9 @@ FAMILIES = {
         patterns={
             "row_5": {"moda_attn_depth_proj": True},
             "row_4_reader_norm": {"moda_depth_key_mode": "reader_norm"},
-            "window": {"moda_depth_window": 3, "moda_norm_style": "pre"},
+            "window": {"moda_depth_window": 3, "moda_norm_style": "pre", "moda_gate": True},
         },
-        own_modules=("attn_depth_kv_proj", "mlp_depth_kv_proj"),
+        own_modules=("attn_depth_kv_proj", "mlp_depth_kv_proj", "depth_gate"),
         own_are_linear=True,
         weights_fields={"output_attentions": True, "attn_implementation": "eager"},
         weights_name="attentions",

@@ -347,13 +347,15 @@ def moda_decode_kernel(
     tl.store(log_sum_exp + row_M * tokens + token_M, total_M, mask=exists_M)
 
 
-@triton.jit(do_not_specialize=["parts", "rows", "tokens"])
+@triton.jit(do_not_specialize=["parts", "sequence_parts", "rows", "tokens"])
 def moda_decode_merge_kernel(
     outputs,
     log_sum_exps,
     output,
     log_sum_exp,
+    gate,
     parts,
+    sequence_parts,
     rows,
     tokens,
     HEADS: tl.constexpr,
@@ -361,7 +363,10 @@ def moda_decode_merge_kernel(
     BLOCK_PARTS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    """Merges what the programs have found for one row, `[parts, B, T, H, D]` and `[parts, B, H, T]`."""
+    """
+    Merges what the programs have found for one row, `[parts, B, T, H, D]` and `[parts, B, H, T]`; with a gate, all
+    parts and those of the sequence, which come first, and then the two.
+    """
     row = tl.program_id(0)
     entry = row // HEADS
     scalar = (entry // tokens * HEADS + row % HEADS) * tokens + entry % tokens
@@ -370,6 +375,8 @@ def moda_decode_merge_kernel(
     highest = float("-inf")
     total = 0.0
     mix_D = tl.zeros([BLOCK_DIM], tl.float32)
+    sequence_total = 0.0
+    sequence_D = mix_D
     for first in tl.range(0, parts, BLOCK_PARTS):
         part_P = first + tl.arange(0, BLOCK_PARTS)
         exists_P = part_P < parts
@@ -384,6 +391,14 @@ def moda_decode_merge_kernel(
         odds_P = tl.exp2(score_P - shift)
         total = total * kept + tl.sum(odds_P, 0)
         mix_D = mix_D * kept + tl.sum(odds_P[:, None] * part_PD, 0)
+        if gate is not None:
+            odds_P = tl.where(part_P < sequence_parts, odds_P, 0.0)
+            sequence_total = sequence_total * kept + tl.sum(odds_P, 0)
+            sequence_D = sequence_D * kept + tl.sum(odds_P[:, None] * part_PD, 0)
     mix_D /= tl.where(total == 0.0, 1.0, total)
+    if gate is not None:
+        share = tl.load(gate[0] + (row % HEADS).to(tl.int64) * gate[1]).to(tl.float32)
+        sequence_D /= tl.where(sequence_total == 0.0, 1.0, sequence_total)
+        mix_D = (1.0 - share) * sequence_D + share * mix_D
     tl.store(output + row.to(tl.int64) * HEAD_DIM + column_D, mix_D, mask=inside_D)
     tl.store(log_sum_exp + scalar, (highest + tl.log2(total)) / LOG2_E)

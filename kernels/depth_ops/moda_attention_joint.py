@@ -4,6 +4,10 @@ Mixture-of-Depths Attention as two parts of one softmax: an attention over the s
 depth slots, which are merged into it by its log-sum-exp. In the backward, both take the merged output and log-sum-exp,
 which makes their gradients those of the joint softmax.
 
+With a gate the output is a blend of the attention without and with slots. That the weight of the slots in it depends
+on the log-sum-exp of the sequence is then folded into the output that the backward of the sequence takes, which so
+remains one call; that of the slots takes the joint softmax, and the gradient times the gate.
+
 Slots are tensors `[n, B, T, K, D]` that follow one another; what is joined for a kernel is not kept for the backward.
 
 Legend: B batch, H query heads, K key-value heads, G = H / K, T tokens, S columns, N slots, D head dim.
@@ -29,21 +33,40 @@ def moda_attention_forward(
     depth_values: Sequence[Tensor],
     depth_query: Tensor | None,
     attention_mask: Tensor | None,
+    gate: Tensor | None,
     scaling: float,
     is_causal: bool,
     implementation: str,
     training: bool = False,
 ) -> list[Tensor]:
-    """Output `[B, H, T, D]` and log-sum-exp `[B, H, T]`; `implementation` as `choose` gives it."""
+    """
+    Output `[B, H, T, D]` and log-sum-exp `[B, H, T]`; `implementation` as `choose` gives it. Of a gated one, if
+    `training`, also the output and log-sum-exp of the sequence alone, and the joint output.
+    """
     keys, values = _joined(depth_keys), _joined(depth_values)
     if implementation == "decode":
-        return decode_forward(query, key, value, keys, values, depth_query, attention_mask, scaling, is_causal)
+        inputs = (query, key, value, keys, values, depth_query, attention_mask, gate)
+        return decode_forward(*inputs, scaling, is_causal)
     with without_autocast(query):
         output, log_sum_exp = sequence_attention_forward(query, key, value, attention_mask, scaling, is_causal)
         if keys is None or values is None:
             return [in_token_order(output), log_sum_exp.contiguous()]
         merge = depth_merge_forward if implementation == "triton" else _depth_merge_forward
-        return merge(query if depth_query is None else depth_query, keys, values, output, log_sum_exp, scaling)
+        slots = (query if depth_query is None else depth_query, keys, values)
+        if gate is None:
+            return merge(*slots, output, log_sum_exp, scaling)
+        # the merged output may take the place of the other
+        kept = output.clone()
+        joint, joint_log_sum_exp = merge(*slots, output, log_sum_exp, scaling)
+        blended = in_token_order(_blend(gate, kept, joint).to(query.dtype))
+        parts = [in_token_order(kept), log_sum_exp.contiguous(), joint] if training else []
+        return [blended, joint_log_sum_exp, *parts]
+
+
+def _blend(gate: Tensor, sequence: Tensor, joint: Tensor) -> Tensor:
+    """The attention without slots and with them, `[B, H, T, D]`, for gates of 0 and 1 to the last bit."""
+    share_H11 = gate.to(accumulation_dtype(sequence))[:, None, None]
+    return (1 - share_H11) * sequence + share_H11 * joint
 
 
 def moda_attention_backward(
@@ -55,23 +78,22 @@ def moda_attention_backward(
     depth_values: Sequence[Tensor],
     depth_query: Tensor | None,
     attention_mask: Tensor | None,
-    output: Tensor,
-    log_sum_exp: Tensor,
+    gate: Tensor | None,
+    outputs: Sequence[Tensor],
     scaling: float,
     is_causal: bool,
     implementation: str,
 ) -> list[Tensor]:
     """
     Gradients of query, key and value, then, if there are slots, of their keys and values `[N, B, T, K, D]`, then, if
-    it is given, of the depth query.
+    they are given, of the depth query and of the gate, the latter in fp32. `outputs` is what the forward returned.
     """
     keys, values = _joined(depth_keys), _joined(depth_values)
     slot_grads = [] if keys is None or values is None else [new_like(keys), new_like(values)]
     query_grads = joint_backward(
         output_grad,
-        (query, key, value, keys, values, depth_query, attention_mask),
-        output,
-        log_sum_exp,
+        (query, key, value, keys, values, depth_query, attention_mask, gate),
+        outputs,
         scaling,
         is_causal,
         implementation,
@@ -83,9 +105,8 @@ def moda_attention_backward(
 
 def joint_backward(
     output_grad: Tensor,
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None],
-    output: Tensor,
-    log_sum_exp: Tensor,
+    inputs: tuple,
+    outputs: Sequence[Tensor],
     scaling: float,
     is_causal: bool,
     implementation: str,
@@ -93,16 +114,25 @@ def joint_backward(
     fresh: int | None,
 ) -> list[Tensor]:
     """
-    Returns the gradients of query, key, value and, if given, depth query, which are `inputs` with the slots' keys and
-    values and the mask. Those of the slots are stored into the first `fresh` of `slot_grads`, keys' and values', and
-    added to the others.
+    Returns the gradients of query, key, value and, if given, depth query and gate, which are `inputs` with the slots'
+    keys and values and the mask, as the forward takes them; `outputs` is what that has returned. Those of the slots
+    are stored into the first `fresh` of `slot_grads`, keys' and values', and added to the others.
     """
-    query, key, value, keys, values, depth_query, attention_mask = inputs
+    query, key, value, keys, values, depth_query, attention_mask, gate = inputs
+    output, log_sum_exp, *parts = outputs
+    for_sequence, gate_grads = (output_grad, output, log_sum_exp), []
+    if gate is not None:
+        output = parts[2]
+        *for_sequence, gate_grad = _ungated(output_grad, gate, *parts[:2], output, log_sum_exp)
+        gate_grads = [gate_grad]
+        share_H11 = gate.to(gate_grad.dtype)[:, None, None]
+        output_grad = in_token_order((output_grad * share_H11).to(output_grad.dtype))
     with without_autocast(query):
+        sequence_grad, *sequence_outputs = for_sequence
         query_grad, key_grad, value_grad = map(
             in_token_order,
             sequence_attention_backward(
-                output_grad, query, key, value, output, log_sum_exp, attention_mask, scaling, is_causal
+                sequence_grad, query, key, value, *sequence_outputs, attention_mask, scaling, is_causal
             ),
         )
         grads = [query_grad, key_grad, value_grad]
@@ -125,7 +155,32 @@ def joint_backward(
                 values_grad,
                 fresh,
             )
-    return grads
+    return [*grads, *gate_grads]
+
+
+def _ungated(
+    output_grad: Tensor, gate: Tensor, sequence: Tensor, sequence_lse: Tensor, joint: Tensor, joint_lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """
+    With which gradient, output and log-sum-exp the backward of the attention over the sequence gives the gradients of
+    its part of a blend, and the gradient of the gate, `[H]`.
+
+    The sequence has the weight (1 - g) + g e^(l - l_joint) of its own softmax. Where a gate above one makes that
+    negative, its sign goes to the gradient, since a log-sum-exp has none.
+    """
+    dtype = accumulation_dtype(sequence)
+    gate_H11 = gate.to(dtype)[:, None, None]
+    gate_H1 = gate_H11.squeeze(-1)
+    kept_BHT = gate_H1 * (sequence_lse - joint_lse).exp()
+    weight_BHT = (1 - gate_H1) + kept_BHT
+    size_BHT = weight_BHT.abs().clamp(min=1e-12)
+    is_negative_BHT1 = (weight_BHT < 0).unsqueeze(-1)
+    share_BHT1 = (kept_BHT / torch.where(weight_BHT < 0, -size_BHT, size_BHT)).unsqueeze(-1)
+    output = ((1 - share_BHT1) * sequence + share_BHT1 * joint).to(sequence.dtype)
+    # Summed over the channels, then over the tokens, always in the same order.
+    gate_grad = (output_grad * (joint.to(dtype) - sequence)).sum(-1).sum((0, 2))
+    grad = torch.where(is_negative_BHT1, -output_grad, output_grad)
+    return in_token_order(grad), in_token_order(output), sequence_lse - size_BHT.log(), gate_grad
 
 
 def _depth_merge_forward(
@@ -187,39 +242,47 @@ def _joined(slots: Sequence[Tensor]) -> Tensor | None:
     return torch.cat(list(slots))
 
 
-def _new_outputs(query: Tensor) -> list[Tensor]:
-    return [new_heads_like(query), query.new_empty(query.shape[:3], dtype=accumulation_dtype(query))]
+def _new_outputs(
+    query, key, value, depth_keys, depth_values, depth_query, attention_mask, gate, *constants
+) -> list[Tensor]:
+    def one() -> list[Tensor]:
+        return [new_heads_like(query), query.new_empty(query.shape[:3], dtype=accumulation_dtype(query))]
+
+    is_trained = constants[-1]
+    return [*one(), *one(), new_heads_like(query)] if gate is not None and is_trained else one()
 
 
-def _new_grads(output_grad, query, key, value, depth_keys, depth_values, depth_query, *_) -> list[Tensor]:
+def _new_grads(
+    output_grad, query, key, value, depth_keys, depth_values, depth_query, attention_mask, gate, *_
+) -> list[Tensor]:
     slots = [
         tensors[0].new_empty((sum(x.shape[0] for x in tensors), *tensors[0].shape[1:]))
         for tensors in (depth_keys, depth_values)
         if tensors
     ]
     depth_query_grads = [] if depth_query is None else [new_heads_like(query)]
-    return [*map(new_heads_like, (query, key, value)), *slots, *depth_query_grads]
+    gate_grads = [] if gate is None else [gate.new_empty(gate.shape, dtype=accumulation_dtype(query))]
+    return [*map(new_heads_like, (query, key, value)), *slots, *depth_query_grads, *gate_grads]
 
 
 def _save_for_backward(ctx, inputs, output):
-    query, key, value, keys, values, depth_query, attention_mask, *ctx.constants, _ = inputs
+    query, key, value, keys, values, depth_query, attention_mask, gate, *ctx.constants, _ = inputs
     ctx.entries = len(keys)
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(query, key, value, depth_query, attention_mask, *output, *keys, *values)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(query, key, value, depth_query, attention_mask, gate, *keys, *values, *output)
 
 
 def _backward(ctx, grads):
-    query, key, value, depth_query, attention_mask, output, log_sum_exp, *slots = ctx.saved_tensors
-    keys, values = slots[: ctx.entries], slots[ctx.entries :]
+    query, key, value, depth_query, attention_mask, gate, *others = ctx.saved_tensors
+    keys, values, outputs = others[: ctx.entries], others[ctx.entries : 2 * ctx.entries], others[2 * ctx.entries :]
     query_grad, key_grad, value_grad, *grads = _run_backward(
-        *(grads[0], query, key, value, keys, values, depth_query, attention_mask, output, log_sum_exp, *ctx.constants)
+        *(grads[0], query, key, value, keys, values, depth_query, attention_mask, gate, outputs, *ctx.constants)
     )
     slot_grads = [list(x.split([slots.shape[0] for slots in keys])) for x in grads[:2]] if keys else [[], []]
+    gate_grad = None if gate is None else grads.pop().to(gate.dtype)
     depth_query_grad = None if depth_query is None else grads[-1]
-    return query_grad, key_grad, value_grad, *slot_grads, depth_query_grad, *(None,) * 5
+    return query_grad, key_grad, value_grad, *slot_grads, depth_query_grad, None, gate_grad, *(None,) * 4
 
 
 _run_backward = Operation(moda_attention_backward, _new_grads)
-run_moda_attention = DifferentiableOperation(
-    moda_attention_forward, lambda query, *_: _new_outputs(query), _save_for_backward, _backward
-)
+run_moda_attention = DifferentiableOperation(moda_attention_forward, _new_outputs, _save_for_backward, _backward)

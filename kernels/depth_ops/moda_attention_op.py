@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .depth_checks import check_heads, default_scaling
+from .depth_checks import check_gate, check_heads, default_scaling
 from .depth_dispatch import Route, plain_tensor_obstacle, route
 from .depth_precision import autocast_dtype
 from .moda_attention_joint import run_moda_attention
@@ -26,6 +26,7 @@ def moda_attention(
     scaling: float | None = None,
     attention_mask: Tensor | None = None,
     is_causal: bool = True,
+    gate: Tensor | None = None,
     return_lse: bool = False,
     impl: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -54,6 +55,9 @@ def moda_attention(
         is_causal (`bool`, *optional*, defaults to `True`):
             Without `attention_mask`, whether a token sees of the sequence only itself and what comes before. A mask
             says all by itself.
+        gate (`torch.Tensor` of shape `[Hq]`, *optional*):
+            How much of this attention counts beside the one without slots: the result is \\(g\\) times the former and
+            \\(1 - g\\) times the latter, for gates of 0 and 1 exactly one of them. Without slots it has no effect.
         return_lse (`bool`, *optional*, defaults to `False`):
             Whether to return the log-sum-exp besides.
         impl (`str`, *optional*, defaults to `"auto"`):
@@ -65,7 +69,8 @@ def moda_attention(
     Returns:
         `torch.Tensor` of shape `[B, Hq, T, d]` in the dtype of the query. A row that sees nothing of the sequence is
         the mix of its slots, or zero if there are none. With `return_lse` also the natural logarithm of the sum of the
-        exponentials of all scores, of shape `[B, Hq, T]` in fp32 (fp64 for fp64 inputs); it carries no gradient.
+        exponentials of all scores, of shape `[B, Hq, T]` in fp32 (fp64 for fp64 inputs); it carries no gradient, and a
+        gate does not change it.
         Scores, softmax and sums are in fp32. Under autocast the tensors are brought to its dtype first, as by
         `scaled_dot_product_attention`.
 
@@ -86,7 +91,7 @@ def moda_attention(
     """
     return attend(
         *(query, key, value, [depth_keys], [depth_values], depth_query, scaling),
-        *(attention_mask, is_causal, return_lse, impl),
+        *(attention_mask, is_causal, gate, return_lse, impl),
     )
 
 
@@ -99,12 +104,13 @@ def moda_attention_weights(
     scaling: float | None = None,
     attention_mask: Tensor | None = None,
     is_causal: bool = True,
+    gate: Tensor | None = None,
 ) -> Tensor:
     """
-    The weights `p` of [`moda_attention`], for inspection.
+    The weights of [`moda_attention`], for inspection.
 
     Args:
-        query, key, depth_keys, depth_query, scaling, attention_mask, is_causal: as in [`moda_attention`].
+        query, key, depth_keys, depth_query, scaling, attention_mask, is_causal, gate: as in [`moda_attention`].
 
     Returns:
         `torch.Tensor` of shape `[B, Hq, T, S + n]`, fp32 (fp64 for fp64 inputs): the sequence, then the slots. Each
@@ -125,12 +131,14 @@ def moda_attention_weights(
     query, key, _, (depth_keys,), _, depth_query = check_attention(
         query, key, key, [depth_keys], [depth_keys], depth_query, attention_mask, is_causal
     )
+    check_gate(gate, query.shape[1])
     weights, _ = moda_attention_weights_reference(
         *(query, key, depth_keys),
         depth_query=depth_query,
         scaling=default_scaling(query, scaling),
         attention_mask=attention_mask,
         is_causal=is_causal,
+        gate=gate,
     )
     return weights
 
@@ -145,6 +153,7 @@ def attend(
     scaling: float | None,
     attention_mask: Tensor | None,
     is_causal: bool,
+    gate: Tensor | None,
     return_lse: bool,
     impl: str,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -152,8 +161,10 @@ def attend(
     query, key, value, depth_keys, depth_values, depth_query = check_attention(
         query, key, value, depth_keys, depth_values, depth_query, attention_mask, is_causal
     )
+    check_gate(gate, query.shape[1])
+    gate = gate if depth_keys else None
     scaling = default_scaling(query, scaling)
-    inputs = (query, key, value, depth_keys, depth_values, depth_query, attention_mask)
+    inputs = (query, key, value, depth_keys, depth_values, depth_query, attention_mask, gate)
     implementation = choose(inputs, needs_grad(inputs), impl)
     if implementation == "reference":
         empty = query.new_empty((0, query.shape[0], query.shape[2], key.shape[1], query.shape[3]))
@@ -164,20 +175,21 @@ def attend(
             scaling=scaling,
             attention_mask=attention_mask,
             is_causal=is_causal,
+            gate=gate,
         )
     else:
-        output, log_sum_exp = run_moda_attention(*inputs, scaling, is_causal, implementation)
+        output, log_sum_exp, *_ = run_moda_attention(*inputs, scaling, is_causal, implementation)
     return (output, log_sum_exp) if return_lse else output
 
 
 def choose(inputs: tuple, trained: bool, impl: str) -> str:
     """
-    Who works on query, key, value, depth keys, depth values, depth query and mask. "triton" or "torch" works on the
-    slots, and one of PyTorch's kernels on the sequence; "decode" is a kernel that does both, if nothing is `trained`;
-    "reference" is the pure PyTorch of both.
+    Who works on query, key, value, depth keys, depth values, depth query, mask and gate. "triton" or "torch" works on
+    the slots, and one of PyTorch's kernels on the sequence; "decode" is a kernel that does both, if nothing is
+    `trained`; "reference" is the pure PyTorch of both.
     """
-    query, key, value, depth_keys, depth_values, depth_query, attention_mask = inputs
-    tensors = [query, key, value, *depth_keys, *depth_values, depth_query]
+    query, key, value, depth_keys, depth_values, depth_query, attention_mask, gate = inputs
+    tensors = [query, key, value, *depth_keys, *depth_values, depth_query, gate]
     obstacle = plain_tensor_obstacle([*tensors, attention_mask])
     if needs_grad([attention_mask]):
         obstacle = "gives attention_mask no gradient"

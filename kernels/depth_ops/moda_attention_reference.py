@@ -21,6 +21,7 @@ def moda_attention_weights_reference(
     scaling: float,
     attention_mask: Tensor | None,
     is_causal: bool,
+    gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """
     Softmax over sequence and depth, `[B, H, T, S + N]`, and its log-sum-exp `[B, H, T]`, in the accumulation dtype.
@@ -47,6 +48,13 @@ def moda_attention_weights_reference(
     # A row that sees nothing has no softmax, and gets weights of zero.
     empty_BHT1 = log_sum_exp_BHT.isneginf().unsqueeze(-1)
     weights_BHTX = logits_BHTX.masked_fill(empty_BHT1, 0.0).softmax(-1).masked_fill(empty_BHT1, 0.0)
+    if gate is not None:
+        unseen_BHT1 = sequence_BHTS.detach().isneginf().all(-1, keepdim=True)
+        alone_BHTS = sequence_BHTS.masked_fill(unseen_BHT1, 0.0).softmax(-1).masked_fill(unseen_BHT1, 0.0)
+        gate_H11, length = gate.to(dtype)[:, None, None], alone_BHTS.shape[-1]
+        shared_BHTX = gate_H11 * weights_BHTX
+        sequence_BHTS = (1 - gate_H11) * alone_BHTS + shared_BHTX[..., :length]
+        weights_BHTX = torch.cat([sequence_BHTS, shared_BHTX[..., length:]], dim=-1)
     return weights_BHTX, log_sum_exp_BHT
 
 
@@ -61,6 +69,7 @@ def moda_attention_reference(
     scaling: float,
     attention_mask: Tensor | None,
     is_causal: bool,
+    gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Values averaged with these weights, `[B, H, T, D]`, and the log-sum-exp `[B, H, T]`. See `moda_attention`."""
     weights_BHTX, log_sum_exp_BHT = moda_attention_weights_reference(
@@ -71,6 +80,7 @@ def moda_attention_reference(
         scaling=scaling,
         attention_mask=attention_mask,
         is_causal=is_causal,
+        gate=gate,
     )
     dtype, length = weights_BHTX.dtype, key.shape[2]
     weights_BKGTX = weights_BHTX.unflatten(1, (key.shape[1], -1))

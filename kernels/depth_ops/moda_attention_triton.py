@@ -55,6 +55,7 @@ def decode_forward(
     values: Tensor | None,
     depth_query: Tensor | None,
     attention_mask: Tensor | None,
+    gate: Tensor | None,
     scaling: float,
     is_causal: bool,
 ) -> list[Tensor]:
@@ -67,7 +68,8 @@ def decode_forward(
     wanted = max(1, 2 * multiprocessors(query.device) // max(1, batch * kv_heads))
     columns = max(1, length // (wanted * DECODE_COLUMNS)) * DECODE_COLUMNS
     # The slots get programs of their own: after a part of the sequence they would begin late.
-    parts = max(1, divide_up(length, columns) + divide_up(slots * tokens, columns))
+    sequence_parts = divide_up(length, columns)
+    parts = max(1, sequence_parts + divide_up(slots * tokens, columns))
     output = new_heads_like(query)
     log_sum_exp = query.new_empty((batch, heads, tokens), dtype=torch.float32)
     if parts == 1:
@@ -100,7 +102,8 @@ def decode_forward(
             if parts > 1:
                 rows = batch * tokens * heads
                 moda_decode_merge_kernel[(rows,)](
-                    *(partial, partial_log_sum_exp, output, log_sum_exp, parts, rows, tokens),
+                    *(partial, partial_log_sum_exp, output, log_sum_exp, strided(gate)),
+                    *(parts, sequence_parts, rows, tokens),
                     HEADS=heads,
                     HEAD_DIM=head_dim,
                     BLOCK_PARTS=max(1, 4096 // block_dim),

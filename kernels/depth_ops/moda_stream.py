@@ -15,13 +15,13 @@ With gradients elsewhere, and where operations are recorded, as by `torch.compil
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from .depth_checks import default_scaling
+from .depth_checks import check_gate, default_scaling
 from .depth_dispatch import Route, check_implementation, route
 from .depth_precision import autocast_dtype
 from .moda_attention_joint import joint_backward, moda_attention_forward, run_moda_attention
@@ -257,19 +257,21 @@ class _Write(torch.autograd.Function):
 
 class _Read(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, stream, span, constants, query, key, value, depth_query, attention_mask, *handle):
+    def forward(ctx, stream, span, constants, query, key, value, depth_query, attention_mask, gate, *handle):
         ctx.stream, ctx.span, ctx.constants = stream, span, constants
         stream._join_backward()
         keys, values = stream._read(*span, query.device)
-        inputs = (query, key, value, [keys], [values], depth_query, attention_mask)
-        output, log_sum_exp = moda_attention_forward(*inputs, *constants)
-        ctx.mark_non_differentiable(log_sum_exp)
-        ctx.save_for_backward(query, key, value, depth_query, attention_mask, output, log_sum_exp, *handle)
-        return output, log_sum_exp
+        inputs = (query, key, value, [keys], [values], depth_query, attention_mask, gate)
+        outputs = moda_attention_forward(*inputs, *constants, True)
+        ctx.num_handles = len(handle)
+        ctx.mark_non_differentiable(outputs[1])
+        ctx.save_for_backward(query, key, value, depth_query, attention_mask, gate, *handle, *outputs)
+        return outputs[0], outputs[1]
 
     @staticmethod
     def backward(ctx, output_grad, _):
-        query, key, value, depth_query, attention_mask, output, log_sum_exp, *handle = ctx.saved_tensors
+        query, key, value, depth_query, attention_mask, gate, *others = ctx.saved_tensors
+        handle, outputs = others[: ctx.num_handles], others[ctx.num_handles :]
         stream = ctx.stream
         stream._join_backward()
         # Where gradients are recorded, the handle has one, of zero: it connects those of the slots to their readers.
@@ -279,20 +281,20 @@ class _Read(torch.autograd.Function):
             keys, values = stream._read(*ctx.span, query.device)
             totals, fresh = stream._grads_of(*ctx.span)
             here = totals if keys.device == totals[0].device else [torch.zeros_like(x) for x in (keys, values)]
-            query_grads = joint_backward(
-                *(output_grad, (query, key, value, keys, values, depth_query, attention_mask), output, log_sum_exp),
-                *(*ctx.constants, here, fresh),
-            )
+            read = (query, key, value, keys, values, depth_query, attention_mask, gate)
+            query_grads = joint_backward(output_grad, read, outputs, *ctx.constants, here, fresh)
             if here is not totals:
                 for total, grad in zip(totals, here, strict=True):
                     total[:fresh] = grad[:fresh].to(total)
                     total[fresh:] += grad[fresh:].to(total)
             return [*query_grads, *(grad for grad in handle_grads if grad is not None)]
 
-        inputs = [output_grad, query, key, value, depth_query, *handle]
+        inputs = [output_grad, query, key, value, depth_query, gate, *handle]
         query_grad, key_grad, value_grad, *others = without_derivative(grads, inputs)
         depth_query_grad = None if depth_query is None else others.pop(0)
-        return None, None, None, query_grad, key_grad, value_grad, depth_query_grad, None, *(others or handle_grads)
+        gate_grad = None if gate is None else others.pop(0).to(gate.dtype)
+        own = query_grad, key_grad, value_grad, depth_query_grad, None, gate_grad
+        return None, None, None, *own, *(others or handle_grads)
 
 
 def moda_attention_over_stream(
@@ -308,13 +310,14 @@ def moda_attention_over_stream(
     scaling: float | None = None,
     attention_mask: Tensor | None = None,
     is_causal: bool = True,
+    gate: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """
     [`moda_attention`] over the slots `start` to `stop - 1` of a stream.
 
     Args:
-        query, key, value, depth_query, scaling, attention_mask, is_causal, return_lse: as in [`moda_attention`].
+        query, key, value, depth_query, scaling, attention_mask, is_causal, gate, return_lse: as in [`moda_attention`].
         stream ([`DepthStream`]), handle (tuple of `torch.Tensor`):
             The stream, and what the last write into it returned.
         start, stop (`int`):
@@ -342,14 +345,15 @@ def moda_attention_over_stream(
     stream.check_span(start, stop)
     if stream.is_shared and start < stop:
         output, log_sum_exp = _attend_to_shared(
-            *(query, key, value, stream, handle, (start, stop), depth_query, scaling, attention_mask, is_causal)
+            *(query, key, value, stream, handle, (start, stop), depth_query, scaling, attention_mask, is_causal, gate)
         )
         return (output, log_sum_exp) if return_lse else output
     keys, values = ([], []) if stream.is_shared else stream._groups(handle, start, stop)
     # The layers of a model may be spread over devices.
     keys, values = ([slots.to(query.device) for slots in group] for group in (keys, values))
     return attend(
-        *(query, key, value, keys, values, depth_query, scaling), *(attention_mask, is_causal, return_lse, stream.impl)
+        *(query, key, value, keys, values, depth_query, scaling),
+        *(attention_mask, is_causal, gate, return_lse, stream.impl),
     )
 
 
@@ -381,14 +385,16 @@ def _attend_to_shared(
     scaling: float | None,
     attention_mask: Tensor | None,
     is_causal: bool,
-) -> list[Tensor]:
+    gate: Tensor | None,
+) -> Sequence[Tensor]:
     """`moda_attention_over_stream` where the slots lie in one buffer."""
     keys, values = stream._read(*span, query.device)
     query, key, value, keys, values, depth_query = check_attention(
         query, key, value, [keys], [values], depth_query, attention_mask, is_causal
     )
-    inputs = (query, key, value, keys, values, depth_query, attention_mask)
-    trained = needs_grad((query, key, value, depth_query, *handle))
+    check_gate(gate, query.shape[1])
+    inputs = (query, key, value, keys, values, depth_query, attention_mask, gate)
+    trained = needs_grad((query, key, value, depth_query, gate, *handle))
     implementation = choose(inputs, trained, stream.impl)
     if implementation == "reference":
         raise RuntimeError(
@@ -399,4 +405,4 @@ def _attend_to_shared(
     if not trained:
         stream._join_backward()
         return run_moda_attention(*inputs, *constants)
-    return _Read.apply(stream, span, constants, query, key, value, depth_query, attention_mask, *handle)
+    return _Read.apply(stream, span, constants, query, key, value, depth_query, attention_mask, gate, *handle)

@@ -17,6 +17,7 @@ OWN_FIELDS = {
     "moda_depth_key_mode": "reader_norm",
     "moda_norm_style": "post",
     "moda_depth_window": 5,
+    "moda_gate": True,
     "depth_impl": "reference",
     "prefill_chunk_tokens": 512,
 }
@@ -31,6 +32,7 @@ def test_defaults():
         "moda_depth_key_mode": "sequence",
         "moda_norm_style": "olmo2",
         "moda_depth_window": None,
+        "moda_gate": False,
         "depth_impl": "auto",
         "prefill_chunk_tokens": "auto",
     }

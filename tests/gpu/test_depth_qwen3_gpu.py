@@ -49,7 +49,14 @@ def test_logits_equal_those_of_the_cpu(build, model, ids):
     assert (model(ids).logits.cpu() - expected).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("fields", [{"depth_stride": 1}, {"depth_stride": 2, "key_norm_position": "after_rope"}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"depth_stride": 1},
+        {"depth_stride": 2, "key_norm_position": "after_rope"},
+        {"depth_stride": 1, "depth_gate": True},
+    ],
+)
 def test_kernels_are_the_same_function(build, ids, fields):
     """Loss and gradients, in fp32 and, next to what plain PyTorch loses there, in bf16."""
     losses, grads = {}, {}
@@ -66,14 +73,38 @@ def test_kernels_are_the_same_function(build, ids, fields):
         assert relative_error(grads["triton", torch.bfloat16][name], exact[name]) < 1.5 * plain + 1e-2, name
 
 
-def test_training_is_deterministic(build, ids):
-    model = build(**FIELDS, depth_impl="triton").cuda().train().bfloat16()
+@pytest.mark.parametrize("gate", [False, True])
+def test_training_is_deterministic(build, ids, gate):
+    model = build(**FIELDS, depth_impl="triton", depth_gate=gate).cuda().train().bfloat16()
     results = []
     for _ in range(2):
         model.zero_grad()
         model(ids, labels=ids).loss.backward()
         results.append({name: grad for name, grad in gradients(model).items() if "embed" not in name})
     assert all(torch.equal(grad, results[1][name]) for name, grad in results[0].items())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ends_of_the_gate(build, token_ids, dtype):
+    """Closed gates give the model without mixing and open ones that without gates, bit for bit, kernels and all."""
+    ids = token_ids(2, 200).cuda()
+    logits = {}
+    for name, fields, gate in (
+        ("closed", {"depth_gate": True}, 0),
+        ("open", {"depth_gate": True}, 1),
+        ("no mixing", {"depth_stride": 0}, None),
+        ("no gates", {}, None),
+    ):
+        model = build(**FIELDS | fields)
+        state = build(**FIELDS).state_dict()
+        model.load_state_dict(state, strict=False)
+        for key, parameter in model.named_parameters():
+            if "depth_gate" in key:
+                parameter.fill_(gate)
+        logits[name] = model.cuda().to(dtype)(ids).logits
+    assert torch.equal(logits["closed"], logits["no mixing"]) and torch.equal(logits["open"], logits["no gates"])
+    assert (logits["open"] - logits["closed"]).abs().max() > 0.05
 
 
 @torch.no_grad()

@@ -205,3 +205,32 @@ def test_on_another_device_than_the_current():
     there = [x.detach().to("cuda:1").requires_grad_() for x in tensors]
     for here, other in zip(run(tensors, "triton"), run(there, "triton"), strict=True):
         assert torch.equal(here, other.to(here.device))
+
+
+@pytest.mark.parametrize("case", ["group of 8", "group of 5", "widest heads", "later tokens", "later tokens in fp32"])
+def test_gate(case):
+    """The blend by its gradients, and its ends to the last bit; twice the same."""
+    *shape, dtype, _ = CASES[case]
+    tensors = inputs(*shape, dtype=dtype)
+    heads = tensors[0].shape[1]
+    gates = torch.linspace(-0.3, 1.0, heads, device=DEVICE)
+
+    def gated(*leaves, impl, **options):
+        *leaves, gate = leaves
+        # as in a model, where gates stay in fp32
+        gate = gate if impl == "reference" and gate.dtype is torch.float64 else gate.float()
+        return moda_attention(*leaves, gate=gate, impl=impl, **options)
+
+    leaves = [*tensors, gates.to(dtype)]
+    results = [run(leaves, "triton", call=gated) for _ in range(2)]
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    exact, plain = (run(leaves, "reference", each, call=gated) for each in (torch.float64, None))
+    for i, tensor in enumerate(exact):
+        allowed, error = (((x[i].double() - tensor).norm() / tensor.norm()) for x in (plain, results[0]))
+        assert error <= 2 * allowed + 4 * torch.finfo(dtype).eps, (i, error)
+
+    with torch.no_grad():
+        slots = [each[:0] for each in tensors[3:]]
+        closed, opened = (moda_attention(*tensors, gate=torch.full_like(gates, g), impl="triton") for g in (0, 1))
+        assert torch.equal(closed, moda_attention(*tensors[:3], *slots, impl="triton"))
+        assert torch.equal(opened, moda_attention(*tensors, impl="triton"))

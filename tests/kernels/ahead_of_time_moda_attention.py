@@ -70,7 +70,8 @@ def launches():
             query = new(2, 1, heads, head_dim, dtype=dtype).transpose(1, 2)
             key, slots = new(2, kv_heads, 4096, head_dim, dtype=dtype), new(48, 2, 1, kv_heads, head_dim, dtype=dtype)
             mask = None if mask_dtype is None else new(2, 1, 1, 4096, dtype=mask_dtype)
-            k.decode_forward(query, key, key, slots, slots, None, mask, 0.1, True)
+            gate = new(heads, dtype=torch.float32) if mask is None else None
+            k.decode_forward(query, key, key, slots, slots, None, mask, gate, 0.1, True)
     for kernel, arguments, constants in launched:
         yield (
             kernel,

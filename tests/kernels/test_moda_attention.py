@@ -2,6 +2,7 @@
 """`moda_attention` and its streams: against fixed numbers and plain Python; kernels on a GPU or else interpreted."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -512,7 +513,8 @@ def test_typed_operation(implementation):
     tensors = {name: tensor.requires_grad_() for name, tensor in inputs(other_query=True).items()}
     query, key, value, keys, values, depth_query = tensors.values()
     for slots, other in (([], []), ([keys[:1], keys[1:]], [values[:1], values[1:]])):
-        arguments = (query, key, value, slots, other, depth_query, random_mask(), 0.5, True, implementation)
+        gate = torch.rand(4, requires_grad=True) if slots else None
+        arguments = (query, key, value, slots, other, depth_query, random_mask(), gate, 0.5, True, implementation)
         torch.library.opcheck(moda_attention_joint.run_moda_attention.typed, (*arguments, True))
 
 
@@ -837,3 +839,130 @@ def test_compiles_ahead_of_time(compiled_ahead_of_time, gpu_target):
         assert launch["shared_memory"] <= launch["shared_memory_limit"], launch
         if launch["wide"]:
             assert launch["wide_loads"], launch
+
+
+class TestGate:
+    """A blend of the attention without slots and with them, by query head."""
+
+    GATES = (-0.3, 0.0, 0.4, 1.0)
+
+    @staticmethod
+    def gated(*, dtype=torch.float32, **changes):
+        tensors = inputs(other_query=True, **changes)
+        heads = tensors["query"].shape[1]
+        gates = torch.tensor(TestGate.GATES, device=DEVICE).repeat(heads // 4 + 1)[:heads]
+        return {name: tensor.to(dtype) for name, tensor in tensors.items()} | {"gate": gates}
+
+    @staticmethod
+    def blended(gate, return_lse=True, impl="reference", **tensors):
+        """The definition."""
+        joint, lse = moda_attention(**tensors, return_lse=True, impl="reference")
+        slots = {name: tensors[name][:0] for name in ("depth_keys", "depth_values")}
+        alone = moda_attention(**tensors | slots, impl="reference")
+        share = gate.to(joint.dtype)[:, None, None]
+        return (1 - share) * alone + share * joint, lse
+
+    @pytest.mark.parametrize("mask", [None, random_mask()], ids=["causal", "masked"])
+    @pytest.mark.parametrize("impl", ["reference", "auto"])
+    def test_is_the_blend_in_float64(self, impl, mask):
+        tensors = self.gated(dtype=torch.float64) | {"gate": torch.tensor(self.GATES).double()}
+        expected = run(tensors, "reference", call=self.blended, attention_mask=mask)
+        assert_close_to(run(tensors, impl, attention_mask=mask), expected, 1e-12)
+
+    @pytest.mark.parametrize("impl", FAST_IMPLS)
+    @pytest.mark.parametrize("changes", [{}, {"kv_heads": 1, "group": 6, "slots": 20}, {"length": 9}], ids=str)
+    def test_fast_forms(self, impl, changes):
+        tensors = self.gated(**changes)
+        expected = run(tensors, "reference", dtype=torch.float64)
+        assert_close_to(run(tensors, impl), expected, 2e-5)
+        assert run(tensors, impl)["gradient of gate"].dtype is torch.float32
+        narrow = {name: tensor if name == "gate" else tensor.bfloat16() for name, tensor in tensors.items()}
+        assert_close_to(run(narrow, impl), expected, 4e-2)
+
+    def test_above_one(self):
+        """The sequence has then a negative weight in some rows."""
+        tensors = self.gated(dtype=torch.float64) | {"gate": torch.tensor([1.5, 3.0, 1.1, 8.0]).double()}
+        tensors["depth_query"] = 2 * tensors["depth_query"]
+        expected = run(tensors, "reference", call=self.blended)
+        assert_close_to(run(tensors, "auto"), expected, 1e-9)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("impl", IMPLS)
+    def test_both_ends_bit_for_bit(self, impl, dtype):
+        # so many tokens that the kernel for decoding is not taken, which rounds otherwise where there are slots
+        tensors = inputs(tokens=40, slots=4, dtype=dtype)
+        without = {name: tensors[name][:0] for name in ("depth_keys", "depth_values")}
+        for gate, expected in ((0.0, tensors | without), (1.0, tensors)):
+            gates = torch.full((4,), gate, device=DEVICE)
+            assert torch.equal(moda_attention(**tensors, gate=gates, impl=impl), moda_attention(**expected, impl=impl))
+        closed = run(tensors | {"gate": torch.zeros(4, device=DEVICE)}, impl)
+        assert all(not closed[f"gradient of depth_{name}"].any() for name in ("keys", "values"))
+        assert closed["gradient of gate"].abs().min() > 1e-2
+
+    @needs_triton
+    @pytest.mark.triton
+    @torch.no_grad()
+    @pytest.mark.parametrize("length", [1, 3, 300])
+    def test_decoding(self, length):
+        tensors = self.gated(tokens=1, length=length, slots=70, head_dim=16)
+        expected, lse = self.blended(**{name: tensor.double() for name, tensor in tensors.items()})
+        assert_close_to(
+            dict(zip("ol", moda_attention(**tensors, return_lse=True, impl="triton"), strict=True)),
+            {"o": expected, "l": lse},
+            1e-5,
+        )
+
+    @pytest.mark.parametrize("impl", IMPLS)
+    def test_over_a_stream(self, impl):
+        tensors = self.gated()
+        leaves = {name: tensor.clone().requires_grad_() for name, tensor in tensors.items()}
+        stream = DepthStream(3, impl=impl)
+        handle = stream.handle
+        for key, value in zip(leaves["depth_keys"], leaves["depth_values"], strict=True):
+            handle = stream.write(handle, key, value)
+        rest = {name: leaf for name, leaf in leaves.items() if name not in ("depth_keys", "depth_values")}
+        output = moda_attention_over_stream(**rest, stream=stream, handle=handle, start=0, stop=3)
+        grads = torch.autograd.grad(output, list(leaves.values()), draw(*output.shape, seed=100))
+        expected = run(tensors, "reference", dtype=torch.float64)
+        ours = {"output": output} | {f"gradient of {name}": g for name, g in zip(leaves, grads, strict=True)}
+        assert_close_to(ours, {name: expected[name] for name in ours}, 2e-5)
+
+    def test_weights(self):
+        tensors = self.gated(dtype=torch.float64)
+        weights = moda_attention_weights(
+            *(tensors[name] for name in ("query", "key", "depth_keys")),
+            depth_query=tensors["depth_query"],
+            gate=tensors["gate"],
+        )
+        torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
+        sequence = tensors["value"][:, :, None].expand(-1, -1, 5, -1, -1)
+        slots = tensors["depth_values"].permute(1, 3, 2, 0, 4)
+        values = torch.cat([sequence, slots], dim=3).repeat_interleave(2, 1)
+        mixed = torch.einsum("bhtn,bhtnd->bhtd", weights, values)
+        torch.testing.assert_close(mixed, moda_attention(**tensors, impl="reference"))
+
+    def test_a_row_by_hand(self):
+        """Numbers of another implementation for one row: its two parts, their masses, and a gate of 1/4."""
+        double = partial(torch.tensor, dtype=torch.float64)
+        query = double([1, 0, 0]).view(1, 1, 1, 3)
+        key, slot = (double([score, 0, 0]) for score in (0.7, -0.2))
+        value, slot_value = (double(row) for row in ([1, -1, 0.5], [0, 2, -0.5]))
+        leaves = [
+            x.requires_grad_()
+            for x in (
+                *(query, key.view(1, 1, 1, 3), value.view(1, 1, 1, 3)),
+                *(slot.view(1, 1, 1, 1, 3), slot_value.view(1, 1, 1, 1, 3), double([0.25])),
+            )
+        ]
+        output = moda_attention(*leaves[:5], scaling=1.0, gate=leaves[5])
+        grads = torch.autograd.grad(output, leaves, double([0.5, 1, -2]).view(1, 1, 1, 3))
+        expected = double([0.9277373757, -0.783212127, 0.4277373757])
+        torch.testing.assert_close(output.flatten(), expected, atol=2e-10, rtol=0)
+        assert grads[5].item() == pytest.approx(1.3007272382, abs=2e-10)
+        # of the logits, whose gradients the first channels are
+        assert grads[3].flatten()[0].item() == pytest.approx(0.2311878458, abs=2e-10)
+        assert grads[1].flatten()[0].item() == pytest.approx(-0.2311878458, abs=2e-10)
+
+    def test_a_gate_of_another_shape(self):
+        with pytest.raises(ValueError, match=r"gate has shape \[2\]: must be \[4\]"):
+            moda_attention(**inputs(), gate=torch.ones(2))

@@ -1,0 +1,68 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""Models without the gates that are all open."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from depthmix.conversion import ConversionError, convert, fold_gates, verify_code
+from depthmix.conversion.cli import main
+
+
+@pytest.fixture(params=["depth_attention", "moda"])
+def opened(request, qwen3_source, tmp_path):
+    """`opened(**values)` saves a converted model whose gates are one, but for these by name."""
+
+    def opened(**values):
+        convert(qwen3_source(), tmp_path / "gated", to=request.param, progress=False)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "gated")
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("depth_gate.weight"):
+                    parameter.fill_(1)
+            for name, (i, value) in values.items():
+                model.get_parameter(f"model.layers.{name[1:]}.self_attn.depth_gate.weight")[i] = value
+        model.save_pretrained(tmp_path / "gated")
+        return tmp_path / "gated"
+
+    return opened
+
+
+@torch.no_grad()
+def test_the_same_function_without_gates(opened, tmp_path, token_ids, capsys):
+    source, dest = opened(), tmp_path / "folded"
+    main(["fold-gates", str(source), str(dest)])
+    text = capsys.readouterr().out
+    before, after = load_file(source / "model.safetensors"), load_file(dest / "model.safetensors")
+    gates = before.keys() - after.keys()
+    assert len(gates) == 3 and all(f"{name}\n" in text + "\n" for name in gates)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
+    verify_code(dest)
+    assert "have been left out since" in (dest / "README.md").read_text()
+    loaded, loading = AutoModelForCausalLM.from_pretrained(dest, output_loading_info=True)
+    assert not any(loading.values())
+    gated, ids = AutoModelForCausalLM.from_pretrained(source), token_ids(2, 30)
+    assert torch.equal(loaded(ids).logits, gated(ids).logits)
+    assert not [name for name, _ in loaded.named_parameters() if "gate.weight" in name and "depth" in name]
+    # now there is nothing left to fold
+    with pytest.raises(ConversionError, match=r"must be of a model with gates \(depth_gate or moda_gate: true\)"):
+        fold_gates(dest, tmp_path / "again")
+
+
+def test_what_is_refused(opened, qwen3_source, tmp_path):
+    almost = 1 - 2**-24
+    source = opened(l2=(1, almost))
+    message = rf"model\.layers\.2\.self_attn\.depth_gate\.weight\[1\] is {almost!r}: must be 1\. A gate"
+    with pytest.raises(ConversionError, match=message):
+        fold_gates(source, tmp_path / "folded")
+    assert not (tmp_path / "folded").exists()
+    with pytest.raises(ConversionError, match="must be separate folders"):
+        fold_gates(source, source)
+    with pytest.raises(ConversionError, match="must be of a model with gates"):
+        fold_gates(qwen3_source(), tmp_path / "folded")
+    (tmp_path / "folded").mkdir()
+    (tmp_path / "folded" / "notes.txt").write_text("mine")
+    with pytest.raises(ConversionError):
+        fold_gates(source, tmp_path / "folded", overwrite=True)
+    assert (tmp_path / "folded" / "notes.txt").read_text() == "mine"
