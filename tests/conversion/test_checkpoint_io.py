@@ -99,7 +99,7 @@ class TestShards:
         ("shard_size", "files"), [("5GB", 1), ("200KB", 4), (" .2 mb", 4), (100_000, 7), ("100000", 7), ("1KB", 30)]
     )
     def test_resharding(self, shard_size, files, sharded_source, tmp_path):
-        convert(sharded_source, tmp_path / "converted", shard_size=shard_size, progress=False)
+        convert(sharded_source, tmp_path / "converted", shard_size=shard_size, retrofit=False, progress=False)
         written = sorted(path.name for path in (tmp_path / "converted").glob("*.safetensors"))
         assert_same_tensors(sharded_source, tmp_path / "converted")
         if files == 1:
@@ -160,13 +160,13 @@ class TestShards:
         save_file(
             {"model.embed_tokens.weight": torch.zeros(97, 64)}, sharded_source / "model-00099-of-00099.safetensors"
         )
-        convert(sharded_source, tmp_path / "converted", progress=False)
+        convert(sharded_source, tmp_path / "converted", retrofit=False, progress=False)
         assert load_file(tmp_path / "converted" / "model.safetensors")["model.embed_tokens.weight"].abs().max() > 0
 
     def test_single_file_goes_before_an_index(self, sharded_source, tmp_path, qwen3_source):
         other = qwen3_source("other", initializer_range=0.3)
         shutil.copy(other / "model.safetensors", sharded_source)
-        report = convert(sharded_source, tmp_path / "converted", progress=False)
+        report = convert(sharded_source, tmp_path / "converted", retrofit=False, progress=False)
         assert report.warnings == [f"{INDEX} ignored, because model.safetensors is there too."]
         assert_same_tensors(other, tmp_path / "converted")
 
@@ -224,7 +224,7 @@ class TestTensors:
                 )
 
         self.change(source, edit)
-        report = convert(source, tmp_path / "converted", progress=False)
+        report = convert(source, tmp_path / "converted", retrofit=False, progress=False)
         expected, written = (
             load_file(source / "model.safetensors"),
             load_file(tmp_path / "converted/model.safetensors"),
@@ -516,6 +516,8 @@ class TestVerification:
 
 MEASURE_MEMORY = """
 import sys
+# what would be imported later, and is no part of what a model takes
+from depthmix import DepthQwen3ForCausalLM
 from depthmix.conversion import convert
 
 def kilobytes(field):
@@ -524,7 +526,7 @@ def kilobytes(field):
 before = kilobytes("VmRSS:")
 # the highest mark so far is that of the imports
 open("/proc/self/clear_refs", "w").write("5")
-convert(sys.argv[1], sys.argv[2], progress=False)
+convert(sys.argv[1], sys.argv[2], retrofit=False, progress=False)
 print((kilobytes("VmHWM:") - before) // 1000)
 """
 
