@@ -183,10 +183,12 @@ def test_a_family_whose_configuration_derives_from_another(tiny, tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == auto_map
     files = sorted(file.name for file in tmp_path.glob("*.py"))
     assert files == [
+        "after_import.py",
         "configuration_dense_decoder.py",
         "configuration_depth_attention.py",
         "configuration_depth_common.py",
         "depth_backbones.py",
+        "liger_entry.py",
     ]
 
 
