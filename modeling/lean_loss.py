@@ -165,21 +165,25 @@ def lean_causal_lm_loss(
     tensors = (cast, *lent)
     wanted = tuple(torch.is_grad_enabled() and x is not None and x.requires_grad for x in tensors)
     compute: Callable = _chunked_loss
-    if with_liger and cast.is_cuda and liger_function("liger_fused_linear_cross_entropy") is not None:
+    early, late = factor, None
+    if cast.dtype is torch.float16:
+        # Whoever trains in fp16 scales the loss, or gradients would vanish. These are made before that scale is known,
+        # so they wait for it as those of a sum; over many rows that does not fit into fp16.
+        early, late, accum_dtype = torch.ones_like(factor), factor, accum_dtype or torch.float32
+    elif with_liger and cast.is_cuda and liger_function("liger_fused_linear_cross_entropy") is not None:
         compute = _liger_loss
     work = functools.partial(
         compute,
         targets=targets,
-        factor=factor,
+        factor=early,
         wanted=wanted,
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
         accum_dtype=accum_dtype,
     )
     with without_autocast(cast):
-        if not any(wanted):
-            return work(*tensors)[0]
-        return _WithGradients.apply(work, *tensors)
+        loss = _WithGradients.apply(work, *tensors) if any(wanted) else work(*tensors)[0]
+    return loss if late is None else loss * late
 
 
 def liger_causal_lm_loss(
@@ -217,6 +221,7 @@ class _WithGradients(torch.autograd.Function):
     def forward(ctx, work, *tensors):
         """The loss that `work` computes from these tensors; its gradients are kept."""
         loss, ctx.grads = work(*tensors)
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
         return loss
 
     @staticmethod
@@ -231,7 +236,8 @@ class _WithGradients(torch.autograd.Function):
                 "A loss without logits has its gradients once, and they have been used: for a second backward ask for "
                 "skip_logits=False."
             )
-        return None, *(None if grad is None else grad.mul_(loss_grad) for grad in grads)
+        pairs = zip(grads, ctx.dtypes, strict=True)
+        return None, *(None if grad is None else grad.mul_(loss_grad).to(dtype) for grad, dtype in pairs)
 
 
 def _chunked_loss(
@@ -295,8 +301,7 @@ def _chunked_loss(
                 weight_grad += logits.t() @ hidden_RD
         if bias_grad is not None:
             bias_grad += logits.sum(0, dtype=torch.float32)
-    grads = [x if x is None else x.to(hidden_ND.dtype) for x in (hidden_grad, weight_grad, bias_grad)]
-    return total * factor, grads
+    return total * factor, [hidden_grad, weight_grad, bias_grad]
 
 
 def _liger_loss(

@@ -23,6 +23,7 @@ from depthmix.kernels.depth_dispatch import (
 )
 from depthmix.kernels.depth_precision import autocast_dtype
 from depthmix.kernels.gated_linear_op import gated_linear, gated_product
+from depthmix.kernels.parallel_linear_op import parallel_linear
 from depthmix.kernels.shared_input_linear_op import shared_input_linear
 
 
@@ -135,9 +136,12 @@ def apply_norm(norm: nn.Module, hidden_states: torch.Tensor, impl: str) -> torch
 
 def apply_linears(linears: Sequence[nn.Module], hidden_states: torch.Tensor, impl: str) -> list[torch.Tensor]:
     """
-    These linear maps of the same hidden states `[B, T, hidden]`. In compiled decoding of one sequence they are one
-    kernel where kernels are wanted and can work, and the modules do nothing else.
+    These linear maps of the same hidden states `[B, T, hidden]`. Where kernels are wanted and can work, and the
+    modules do nothing else, they are one kernel in compiled decoding of one sequence, and in training they add the
+    gradients of the hidden states up by themselves.
     """
+    if len(linears) > 1 and (shared := shared_gradient_weights(linears, hidden_states, impl)) is not None:
+        return parallel_linear(hidden_states, shared)
     if (
         linears
         and impl != "reference"
@@ -158,6 +162,30 @@ def apply_linears(linears: Sequence[nn.Module], hidden_states: torch.Tensor, imp
     return [linear(hidden_states) for linear in linears]
 
 
+def shared_gradient_weights(
+    linears: Sequence[nn.Module], hidden_states: torch.Tensor, impl: str
+) -> list[torch.Tensor] | None:
+    """
+    The weights of linear maps whose backward can be one, as in training without autocast, which has every map cast the
+    hidden states, and compilers; None elsewhere.
+    """
+    if (
+        impl == "reference"
+        or torch.compiler.is_compiling()
+        or not (torch.is_grad_enabled() and hidden_states.requires_grad)
+        or autocast_dtype(hidden_states) is not None
+    ):
+        return None
+    weights = []
+    for linear in linears:
+        lent = lent_linear(linear, hidden_states)
+        if lent is None or lent[1] is not None:
+            return None
+        weights.append(lent[0])
+    obstacle = triton_obstacle((hidden_states, *weights))
+    return weights if use_triton(impl, "parallel_linear", obstacle) else None
+
+
 def apply_mlp(
     mlp: nn.Module, hidden_states: torch.Tensor, impl: str, beside: Sequence[nn.Module] = ()
 ) -> tuple[torch.Tensor, ...]:
@@ -167,8 +195,8 @@ def apply_mlp(
             gate, up, *others = apply_linears((mlp.gate_proj, mlp.up_proj, *beside), hidden_states, impl)
             return *apply_linears((mlp.down_proj,), mlp.act_fn(gate) * up, impl), *others
         if fuses_gate(mlp, hidden_states, impl):
-            gate, up = mlp.gate_proj(hidden_states), mlp.up_proj(hidden_states)
-            return gated_update(mlp, gate, up, impl), *apply_linears(beside, hidden_states, impl)
+            gate, up, *others = apply_linears((mlp.gate_proj, mlp.up_proj, *beside), hidden_states, impl)
+            return gated_update(mlp, gate, up, impl), *others
     return mlp(hidden_states), *apply_linears(beside, hidden_states, impl)
 
 

@@ -79,6 +79,10 @@ def test_two_processes(family, build_awake, tmp_path, run_two_processes):
             gradients = pytest.approx(0, abs=1e-5)
             assert results[f"native_fsdp {name}"] == {"saved": exact, "gradients": gradients, "held": 0.5}
 
+            # the loss is in fp32
+            lean = results[f"lean_loss_of_parts {name}"]
+            assert lean == dict.fromkeys(("ddp", "fsdp", "fsdp_size", "tp_size"), pytest.approx(0, abs=1e-5))
+
             if INTERPRETED:
                 assert results[f"kernels {name}"] < 1e-4
 

@@ -25,8 +25,9 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 
-import depthmix  # noqa: F401 registers the model classes
+import depthmix
 from depthmix.kernels.depth_dispatch import INTERPRETED
+from depthmix.modeling import lean_loss
 
 
 # lets this script import what lies in the folder of all tests
@@ -200,6 +201,27 @@ def native_fsdp(folder, ids):
     }
 
 
+def lean_loss_of_parts(folder, ids):
+    """Gradients of the loss without logits, in several pieces, beside those from all logits of the whole model."""
+    lean_loss.ROWS, lean_loss.CALLED_ROWS = 7, 5
+    plain, results = load(folder, dtype=torch.float64), {}
+
+    def measure(model, part, wrap=lambda model: model):
+        depthmix.apply_liger_kernel(model)
+        wrapped = wrap(model)
+        output = wrapped(input_ids=part, labels=part)
+        assert output.logits is None
+        output.loss.backward()
+        return gradient_error(wrapped, plain, ids)
+
+    results["ddp"] = measure(copy.deepcopy(plain), own_half(ids), DistributedDataParallel)
+    results["fsdp"] = measure(copy.deepcopy(plain), own_half(ids), shard)
+    for name, part in (("fsdp_size", own_half(ids)), ("tp_size", ids)):
+        model = load(folder, dtype=torch.float64, distributed_config=DistributedConfig(**{name: WORLD_SIZE}))
+        results[name] = measure(model, part)
+    return results
+
+
 def pipeline(folder, ids):
     try:
         load(folder, distributed_config=DistributedConfig(pp_size=WORLD_SIZE))
@@ -238,6 +260,7 @@ def results_of(folders: dict[str, str]) -> dict:
             fsdp_full_state_dict,
             tensor_parallel,
             native_fsdp,
+            lean_loss_of_parts,
             pipeline,
         ):
             checks[f"{check.__name__} {name}"] = (check, folder, ids)

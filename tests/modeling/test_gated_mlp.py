@@ -138,6 +138,48 @@ def test_who_is_called(change, bias, called):
     compare(called, expected, mlp, x)
 
 
+def count_parallel(monkeypatch):
+    counts = []
+    original = lent_weights.parallel_linear
+
+    def watched(hidden_states, weights):
+        counts.append(len(weights))
+        return original(hidden_states, weights)
+
+    monkeypatch.setattr(lent_weights, "parallel_linear", watched)
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda linears: None, [3]),
+        (lambda linears: linears[1].weight.requires_grad_(False), [3]),
+        (lambda linears: linears[1].register_forward_hook(double), []),
+        (lambda linears: setattr(linears[2], "bias", nn.Parameter(torch.ones(8))), []),
+        (lambda linears: linears[0].register_full_backward_hook(lambda *_: None), []),
+    ],
+)
+def test_maps_of_one_input(change, expected, monkeypatch):
+    torch.manual_seed(0)
+    linears = [nn.Linear(8, 8, bias=False) for _ in range(3)]
+    change(linears)
+    counts, x = count_parallel(monkeypatch), torch.randn(2, 5, 8, requires_grad=True)
+    found = []
+    for impl in ("triton", "reference"):
+        outputs = lent_weights.apply_linears(linears, x, impl)
+        wanted = [x, *(p for linear in linears for p in linear.parameters() if p.requires_grad)]
+        found.append([*outputs, *torch.autograd.grad(sum(y.square().sum() for y in outputs), wanted)])
+    for pair in zip(*found, strict=True):
+        torch.testing.assert_close(*pair)
+    assert counts == expected
+    with torch.no_grad():
+        lent_weights.apply_linears(linears, x, "triton")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        lent_weights.apply_linears(linears, x, "triton")
+    assert counts == expected
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_under_autocast(dtype, called):
     """Weights stay in fp32 and get gradients in fp32."""
@@ -169,8 +211,11 @@ def test_without_a_gpu_nothing_changes(called):
     assert called == []
 
 
-def test_models_take_it(family, build_awake, called, token_ids):
+def test_models_take_it(family, build_awake, called, token_ids, monkeypatch):
+    counts = count_parallel(monkeypatch)
     model, ids = build_awake(family, num_hidden_layers=2, depth_impl="triton"), token_ids(2, 6)
-    called.clear()
+    called.clear(), counts.clear()
     model(ids, labels=ids).loss.backward()
     assert called == ["gated_linear"] * 2
+    # query, key and value; gate and up, in MoDA with the slots of the network
+    assert sorted(set(counts)) in ([2, 3], [3]) and len(counts) == 4

@@ -252,6 +252,24 @@ def test_low_precision(dtype, autocast, build, ids):
         assert lost <= 1.5 * lost_plainly + 2e-3, name
 
 
+@pytest.mark.parametrize(("rows", "scale"), [(50, 512), (4000, 8192)])
+def test_scaled_loss_in_fp16(rows, scale):
+    """As a gradient scaler scales it. What is made before the scale is known neither vanishes nor overflows."""
+    torch.manual_seed(0)
+    head, hidden = nn.Linear(16, VOCABULARY, bias=True), 40 * torch.randn(1, rows, 16)
+    with torch.no_grad():
+        head.weight.mul_(0.01)
+    labels = torch.zeros(1, rows, dtype=torch.long)
+    grads = {}
+    for dtype in (torch.float64, torch.float16):
+        each, inputs = copy.deepcopy(head).half().to(dtype), hidden.half().to(dtype).requires_grad_()
+        loss = lean_loss.lean_causal_lm_loss(each, inputs, labels)
+        wanted = [inputs, *each.parameters()]
+        grads[dtype] = [loss.detach(), *torch.autograd.grad(scale * loss, wanted)]
+    for found, exact in zip(grads[torch.float16], grads[torch.float64], strict=True):
+        assert ((found.double() - exact).norm() / exact.norm()).item() < 5e-3
+
+
 def test_sums_in_fp32(build, ids):
     model = build().bfloat16()
     exact = results(copy.deepcopy(model).double(), ids, ids, skip_logits=False)[1]["lm_head.weight"]

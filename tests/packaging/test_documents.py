@@ -51,7 +51,7 @@ def test_python_of_the_readme_runs(tmp_path, monkeypatch):
     pytest.importorskip("peft")
     text = (ROOT / "README.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text[: text.index("## Push")], re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     shutil.copytree(ROOT / "examples" / "tiny_qwen3_python", tmp_path / "Qwen" / "Qwen3-0.6B")
     (tmp_path / "book.txt").write_text(Path(shutil.__file__).read_text())
     monkeypatch.chdir(tmp_path)
