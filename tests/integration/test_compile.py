@@ -4,7 +4,7 @@ Whole-model compilation and export.
 
 Tracing takes the time, so nothing is traced twice: `aot_eager`, which also traces derivatives and what is written in
 place and generates no code, where these matter, and `eager` where the question is whether and how often Python is
-traced. Two layers are the fewest that mix.
+traced. Models have the fewest layers that mix.
 """
 
 import os
@@ -49,7 +49,7 @@ def part_of(model, part):
 @pytest.mark.parametrize("part", ["base_model", pytest.param("head", marks=pytest.mark.sampled(1))])
 def test_forward_of_the_class_ahead_of_time(family, part, build_awake, token_ids):
     """As vLLM compiles it: a function that gets the model as an argument, without guards."""
-    model = part_of(build_awake(family, **family.densest, num_hidden_layers=2), part)
+    model = part_of(build_awake(family, **family.densest, num_hidden_layers=family.fewest_layers), part)
     keywords = {"position_ids": None, "inputs_embeds": None, "use_cache": False, "return_dict": False}
     function = torch.compile(
         type(model).forward,
@@ -81,7 +81,7 @@ def test_bound_forward_by_keyword(family, part, build_awake, token_ids, counting
 @pytest.mark.parametrize("part", ["base_model", "head"])
 @torch.no_grad()
 def test_bound_forward_by_position(family, part, build_awake, token_ids):
-    model = part_of(build_awake(family, **family.densest, num_hidden_layers=2), part)
+    model = part_of(build_awake(family, **family.densest, num_hidden_layers=family.fewest_layers), part)
     compiled = torch.compile(model.forward, fullgraph=True, backend="eager")
     ids, mask = token_ids(2, 9), torch.ones(2, 9, dtype=torch.long)
     expected = model(ids, attention_mask=mask, use_cache=False)[0]
@@ -101,7 +101,7 @@ def test_training_step(
     enable_checkpointing,
     counting,
 ):
-    model = build_awake(family, **family.densest, num_hidden_layers=2).train()
+    model = build_awake(family, **family.densest, num_hidden_layers=family.fewest_layers).train()
     ids = token_ids(2, 12)
     expected = gradients(model, ids, use_cache=False)
     if checkpointing:
