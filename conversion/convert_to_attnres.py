@@ -64,7 +64,7 @@ def start_values(config: PreTrainedConfig) -> dict[str, Callable[[], torch.Tenso
     layers = range(config.num_hidden_layers)
     names = [f"model.layers.{i}.{site}_mixer" for i in layers for site in ("attn", "mlp")]
     names.append("model.output_mixer")
-    return {f"{name}.{key}": partial(mixer.get, key) for name in names for key in mixer}
+    return {f"{name}.{key}": partial(mixer.__getitem__, key) for name in names for key in mixer}
 
 
 _SOURCES = MethodSources(
