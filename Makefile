@@ -44,7 +44,12 @@ kill: $(VENV)/ready
 	DEPTHMIX_KILL=$(TRIALS) DEPTHMIX_KILL_SEED=$(SEED) \
 	    $(VENV)/bin/python -m pytest -n 0 -s -k random_points tests/conversion/test_kill.py
 
+LINK_PACKAGES := from pathlib import Path; from benchmarks.versions import link_packages; \
+	link_packages(Path.cwd(), Path("$(VENV)/tree"))
+
 quality: $(VENV)/ready
+	rm -rf $(VENV)/tree
+	$(VENV)/bin/python -c '$(LINK_PACKAGES)'
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/codespell
