@@ -3,12 +3,15 @@ PYTHON ?= python3
 VENV := .venv
 OLDEST := .venv-oldest
 PRINT_SITE := import sysconfig; print(sysconfig.get_path("purelib"))
-PIP_INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Python compiles what it imports; of what is installed that is a part
+PIP_OPTIONS := --quiet --disable-pip-version-check --no-compile
 
-.PHONY: demo test test-all test-fast test-gpu fuzz kill quality style clean
+.PHONY: demo environments test test-all test-fast test-gpu fuzz kill quality style clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/python examples/demo.py
+
+environments: $(VENV)/ready $(OLDEST)/ready
 
 # two workers; who has nothing left to do takes tests from the other
 PYTEST := -m pytest -n 2 --dist worksteal
@@ -41,7 +44,12 @@ kill: $(VENV)/ready
 	DEPTHMIX_KILL=$(TRIALS) DEPTHMIX_KILL_SEED=$(SEED) \
 	    $(VENV)/bin/python -m pytest -n 0 -s -k random_points tests/conversion/test_kill.py
 
+LINK_PACKAGES := from pathlib import Path; from benchmarks.versions import link_packages; \
+	link_packages(Path.cwd(), Path("$(VENV)/tree"))
+
 quality: $(VENV)/ready
+	rm -rf $(VENV)/tree
+	$(VENV)/bin/python -c '$(LINK_PACKAGES)'
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/codespell
@@ -56,13 +64,13 @@ clean:
 
 $(VENV)/ready: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python $(PIP_INSTALL) -e ".[test,quality]"
+	$(VENV)/bin/python -m pip install $(PIP_OPTIONS) -c constraints.txt -e ".[test,quality]"
 	touch $@
 
 # the oldest supported transformers, without Triton; everything else is read from the first environment
 $(OLDEST)/ready: $(VENV)/ready constraints-oldest.txt
 	$(PYTHON) -m venv --without-pip $(OLDEST)
-	$(VENV)/bin/python -m pip --python $(OLDEST)/bin/python install --quiet --disable-pip-version-check --no-deps \
+	$(VENV)/bin/python -m pip --python $(OLDEST)/bin/python install $(PIP_OPTIONS) --no-deps \
 		-r constraints-oldest.txt -e .
 	site=$$($(OLDEST)/bin/python -c '$(PRINT_SITE)'); \
 		$(VENV)/bin/python -c '$(PRINT_SITE)' > $$site/shared.pth; \

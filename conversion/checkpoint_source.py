@@ -54,7 +54,7 @@ _DOWNLOADED = (
 )
 
 
-def locate_checkpoint(source: str | os.PathLike, revision: str | None = None, token: str | None = None) -> Path:
+def locate_checkpoint(source: str | os.PathLike, revision: str | None = None, token: str | bool | None = None) -> Path:
     """
     The folder of a checkpoint, which is downloaded into the Hub's cache if `source` is a Hub id.
 
@@ -146,10 +146,10 @@ def _own_code(folder: Path) -> Iterator[str]:
             yield f"{str(reference).split('--')[-1].split('.')[0]}.py"
 
 
-def _names_in_repo(hub_id: str, revision: str | None, token: str | None, folder: Path) -> list[str]:
+def _names_in_repo(hub_id: str, revision: str | None, token: str | bool | None, folder: Path) -> list[str]:
     """All files of a repository, or those that the cache has of it."""
     try:
-        return [file.rfilename for file in model_info(hub_id, revision=revision, token=token).siblings]
+        return [file.rfilename for file in model_info(hub_id, revision=revision, token=token).siblings or ()]
     # offline, say, which the Hub's client reports in several ways. They only make a message more helpful
     except Exception:
         return [path.name for path in folder.glob("*")]

@@ -82,7 +82,7 @@ def start_values(config: PreTrainedConfig) -> "dict[str, Callable[[], torch.Tens
     names = [f"model.layers.{i}.{site}_mixer" for i in layers for site in ("attn", "mlp")]
     # with additive routing the first and the last have nothing to mix
     names = names[1:] if config.attnres_routing == "additive" else [*names, "model.output_mixer"]
-    return {f"{name}.{key}": partial(mixer.get, key) for name in names for key in mixer}
+    return {f"{name}.{key}": partial(mixer.__getitem__, key) for name in names for key in mixer}
 
 
 _SOURCES = MethodSources(

@@ -52,8 +52,8 @@ def start_values(config: PreTrainedConfig) -> "dict[str, Callable[[], torch.Tens
     connection, readout = MHCConnection(config).state_dict(), MHCReadout(config).state_dict()
     layers = range(config.num_hidden_layers)
     names = [f"model.layers.{i}.{site}_connection" for i in layers for site in ("attn", "mlp")]
-    values = {f"{name}.{key}": partial(connection.get, key) for name in names for key in connection}
-    return values | {f"model.stream_readout.{key}": partial(readout.get, key) for key in readout}
+    values = {f"{name}.{key}": partial(connection.__getitem__, key) for name in names for key in connection}
+    return values | {f"model.stream_readout.{key}": partial(readout.__getitem__, key) for key in readout}
 
 
 _SOURCES = MethodSources(CONFIGURATIONS, "mHC", vanilla_note, retrofit_fields, start_values)

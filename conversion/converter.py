@@ -90,7 +90,7 @@ def convert(
     push_to_hub: str | None = None,
     private: bool = False,
     revision: str | None = None,
-    token: str | None = None,
+    token: str | bool | None = None,
     overwrite: bool = False,
     dry_run: bool = False,
     progress: bool = True,
@@ -255,6 +255,7 @@ def convert(
             (staging / name).write_text(text, encoding="utf-8")
         config.save_pretrained(staging)
         _verify_config(config, staging)
+        assert config.architectures is not None
         card = make_model_card(report, target, config.architectures[0], card_metadata, hub_id)
         (staging / CARD_FILE).write_text(card, encoding="utf-8")
         report.files = sorted(path.relative_to(staging).as_posix() for path in staging.rglob("*") if path.is_file())
@@ -272,7 +273,7 @@ def convert(
 
 
 def inspect_checkpoint(
-    path_or_hub_id: str | os.PathLike, revision: str | None = None, token: str | None = None
+    path_or_hub_id: str | os.PathLike, revision: str | None = None, token: str | bool | None = None
 ) -> CheckpointDescription:
     """
     Says what a checkpoint is, and what it would become.
@@ -369,8 +370,8 @@ def _plan_conversion(
     layout = opened.layout
     if layout.name not in target.sources:
         titles = {known.name: known.title for known in LAYOUTS}
-        accepted = "; ".join(titles[name] for name in target.sources if not name.endswith("_base"))
-        reason = target.refusals.get(layout.name, f"Accepted are: {accepted}.")
+        known_titles = "; ".join(titles[name] for name in target.sources if not name.endswith("_base"))
+        reason = target.refusals.get(layout.name, f"Accepted are: {known_titles}.")
         raise ConversionError(
             f"{opened.checkpoint.folder} is {layout.title} ({'; '.join(opened.evidence)}), which does not convert to "
             f"{target.name}. {reason}"

@@ -23,7 +23,7 @@ from .errors import ConversionError, raise_problems
 try:
     import fcntl
 except ImportError:  # not on Windows
-    fcntl = None
+    fcntl = None  # type: ignore[assignment]
 
 # of `renameat2`, in Linux's fcntl.h and fs.h
 _AT_FDCWD = -100

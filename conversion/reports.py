@@ -174,7 +174,7 @@ def describe_dtypes(checkpoint: Checkpoint) -> dict[str, int]:
 
 def own_fields(config: PreTrainedConfig) -> dict[str, Any]:
     """The fields that the backbone of a model of this package does not have."""
-    backbone = next(base for base in type(config).__mro__ if base.__module__.startswith("transformers."))
+    backbone: Any = next(base for base in type(config).__mro__ if base.__module__.startswith("transformers."))
     names = [name for name in type(config).__dataclass_fields__ if name not in backbone.__dataclass_fields__]
     return {name: getattr(config, name) for name in names}
 

@@ -104,7 +104,7 @@ def read_own(source: dict[str, Any], path: Path) -> PreTrainedConfig | None:
     if not isinstance(model_type, str) or model_type not in AUTO_MAPS:
         return None
     with config_errors(f"{path}: "):
-        config_class = auto_classes(model_type)["AutoConfig"]
+        config_class: Any = auto_classes(model_type)["AutoConfig"]
         values = _declared_fields(config_class, source)
         # by this the class tells its own checkpoints from other people's of the same model type
         return config_class.from_dict(deepcopy(values | {"auto_map": source.get("auto_map")}))

@@ -108,7 +108,8 @@ def verify_tokenizer(
         return
     config = copy(config)
     config._name_or_path = ""
-    files = {name: content for name, content in (companions | texts).items() if name in TOKENIZER_FILES}
+    written: dict[str, Path | str] = {**companions, **texts}
+    files = {name: content for name, content in written.items() if name in TOKENIZER_FILES}
     content = json.loads(texts[TOKENIZER_CONFIG_FILE]) if TOKENIZER_CONFIG_FILE in texts else tokenizer.content
     if not _is_same(tokenizer.loaded, files, content, config):
         changed = ", ".join(sorted(texts.keys() & set(TOKENIZER_FILES)))
@@ -121,7 +122,7 @@ def verify_tokenizer(
 def _implied_class(stock_config: PreTrainedConfig) -> str | None:
     if named := getattr(stock_config, "tokenizer_class", None):
         return named
-    by_model_type = TOKENIZER_MAPPING.get(type(stock_config), None)
+    by_model_type: Any = TOKENIZER_MAPPING.get(type(stock_config), None)
     return by_model_type and by_model_type.__name__
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 
 from depthmix.configuration.configuration_depth_common import shown
 
-from .checkpoint_io import FLOAT_DTYPES, Checkpoint, TensorWrite, same_values
+from .checkpoint_io import FLOAT_DTYPES, Checkpoint, StoredTensor, TensorWrite, same_values
 from .conversion_target import JoinedTensors, NewTensorsFn
 from .errors import ConversionError, raise_problems
 from .source_configs import config_errors
@@ -69,18 +69,18 @@ def plan_tensors(
     plan = TensorPlan()
     problems = []
 
-    sources = {}
-    for name, stored in checkpoint.tensors.items():
+    sources: dict[str, StoredTensor] = {}
+    for name, tensor in checkpoint.tensors.items():
         target_name = weight_map.to_target(name)
         # a release has empty tensors for what a layer does not have
-        if target_name is None or (target_name not in shapes and 0 in stored.shape):
+        if target_name is None or (target_name not in shapes and 0 in tensor.shape):
             plan.dropped.append(name)
         elif target_name not in shapes:
-            problems.append(f"{name} in {stored.file.name} is not part of this model")
+            problems.append(f"{name} in {tensor.file.name} is not part of this model")
         elif target_name in sources:
             problems.append(f"{name} and {sources[target_name].name} are two names of one tensor")
         else:
-            sources[target_name] = stored
+            sources[target_name] = tensor
 
     for name, shape in shapes.items():
         stored = sources.get(name)
@@ -173,7 +173,7 @@ def _expected_tensors(
 
 def _most_common_dtype(checkpoint: Checkpoint) -> str:
     counts = Counter(stored.dtype for stored in checkpoint.tensors.values() if stored.dtype in FLOAT_DTYPES)
-    return max(counts, key=counts.get, default="F32")
+    return max(counts, key=counts.__getitem__, default="F32")
 
 
 def _where_missing(name: str, model_class: "type[PreTrainedModel]", checkpoint: Checkpoint) -> str:

@@ -8,7 +8,7 @@ of the attention its attention, from these.
 """
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -257,16 +257,20 @@ class DecoderAttention(nn.Module):
             and all(map(runs_plainly, norms))
             and len({norm.variance_epsilon for norm in norms}) < 2
         ):
-            weights = {f"{name}_norm_weight": norm.weight for name, norm in zip(("query", "key"), norms, strict=False)}
-            options = {"eps": norms[0].variance_epsilon, "key_norm_position": self.key_norm_position} if norms else {}
+            options: dict[str, Any] = {
+                f"{name}_norm_weight": norm.weight for name, norm in zip(("query", "key"), norms, strict=False)
+            }
+            if norms:
+                options |= {"eps": norms[0].variance_epsilon, "key_norm_position": self.key_norm_position}
             triton = use_triton(self.depth_impl, "norm_rotary_mix", triton_obstacle((query, key, value)))
             if triton and (source_keys or not left_to_compiler(self.depth_impl, query)):
+                cos, sin = position_embeddings
                 return norm_rotary_mix(
                     query.transpose(1, 2),
                     key.transpose(1, 2),
                     value,
-                    *position_embeddings,
-                    **weights,
+                    cos,
+                    sin,
                     **options,
                     source_keys=source_keys,
                     source_values=source_values,

@@ -8,7 +8,7 @@ its weights.
 """
 
 from collections.abc import Sequence
-from typing import TypeGuard, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import nn
@@ -156,7 +156,7 @@ def apply_linears(linears: Sequence[nn.Module], hidden_states: torch.Tensor, imp
             for linear in linears
         )
     ):
-        weights = [linear.weight for linear in linears]
+        weights: list[Any] = [linear.weight for linear in linears]
         if use_triton(impl, "shared_input_linear", triton_obstacle((hidden_states, *weights))):
             return shared_input_linear(hidden_states, weights, impl=impl)
     return [linear(hidden_states) for linear in linears]

@@ -12,7 +12,7 @@ layer, wrapped by an adapter, about to be recomputed), each layer does the same 
 """
 
 from collections.abc import Sequence
-from typing import ClassVar, TypeGuard
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 from torch import nn
@@ -94,13 +94,15 @@ class AttnResMixer(MixingModule):
             or None.
         """
         query, gain = self.pseudo_query, self.norm()
-        options = {"eps": self.eps, "impl": self.impl}
+        options: dict[str, Any] = {"eps": self.eps, "impl": self.impl}
         if sources:
-            if not phase_1:
+            if phase_1:
+                output, log_sum_exp = phase_1
+            else:
                 (output,), (log_sum_exp,), _ = attn_res_phase_1(sources, [query], [gain], **options)
-                phase_1 = output, log_sum_exp
             partial, mixed = attn_res_phase_2(
-                *phase_1,
+                output,
+                log_sum_exp,
                 partial,
                 update,
                 query,

@@ -193,6 +193,7 @@ class MoDAAttention(DecoderAttention):
                 # what the rotation of both would multiply their product by
                 scale = rotary_scaling**2 if self.use_rope else 1
                 depth_query = plain_query if scale == 1 else plain_query * scale
+            assert depth_stream is not None
             attn_output, attn_weights = self.read_with_slots(
                 query, keys, values, depth_query, attention_mask, handle, depth_stream, kwargs.get("is_causal")
             )
@@ -246,7 +247,8 @@ class MoDAAttention(DecoderAttention):
             is_causal=is_causal,
             gate=gate,
         )
-        return output, None
+        # without `return_lse` it is one tensor
+        return cast(torch.Tensor, output), None
 
 
 class MoDALayer(DecoderLayer):

@@ -93,6 +93,8 @@ class Family:
     own_modules: tuple[str, ...] = ()
     own_are_linear: bool = False
     idle_module: str | None = None
+    # with how many layers the densest pattern makes a difference
+    fewest_layers: int = 2
     # whether it returns depth weights, and whether layers hand tensors on besides the hidden states
     has_depth_weights: bool = True
     has_sources: bool = True
@@ -154,6 +156,7 @@ FAMILIES = {
         patterns={"spaced": {"dwa_dilation": 2, "dwa_period": 2}},
         fresh_is_vanilla=True,
         own_modules=("depth_average",),
+        fewest_layers=3,
         has_depth_weights=False,
     ),
     "mhc": Family(

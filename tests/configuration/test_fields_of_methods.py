@@ -27,7 +27,12 @@ OTHER_VALUES = {
     **{"attnres_recency_bias_init": 2.0, "dwa_dilation": 2, "dwa_period": 2, "mhc_num_streams": 2},
     **{"mhc_sinkhorn_iters": 3, "mhc_sinkhorn_order": "rows_first", "mhc_alpha_init": 0.5},
     **{"moda_attn_slots": False, "moda_ffn_slots": False, "moda_attn_depth_proj": True, "moda_depth_window": 3},
-    **{"moda_depth_key_mode": "reader_norm", "moda_norm_style": "pre", "moda_gate": True, "attnres_routing": "additive"},
+    **{
+        "moda_depth_key_mode": "reader_norm",
+        "moda_norm_style": "pre",
+        "moda_gate": True,
+        "attnres_routing": "additive",
+    },
     **{"value_residual_init": "identity", "value_residual_learnable": False},
 }
 # one family for each method, and one without the fields of the dense decoder

@@ -81,8 +81,11 @@ def pytest_generate_tests(metafunc):
 
 def pytest_itemcollected(item):
     """What is saved and loaded with one version of transformers, with the oldest for the first family only."""
-    if hasattr(item, "callspec") and item.callspec.params.get("clean_python") == sys.executable:
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    if parameters.get("clean_python") == sys.executable:
         item.add_marker(pytest.mark.long)
+    elif "clean_python" in parameters and item.get_closest_marker("sampled_peer"):
+        item.add_marker(pytest.mark.sampled(1))
 
 
 @pytest.fixture

@@ -155,6 +155,7 @@ def save_configurations_alone(folder, saved):
         AutoConfig.from_pretrained(saved[number], trust_remote_code=True).save_pretrained(f"{saved[number]}-again")
 
 
+@pytest.mark.sampled_peer
 def test_a_configuration_saved_alone_brings_all_code(
     clean_python, build, token_ids, assert_awake, assert_complete, tmp_path
 ):
@@ -207,6 +208,7 @@ def smooth_labels(folder, ids, output):
     return {"loss": loss, "expected": expected}
 
 
+@pytest.mark.sampled_peer
 def test_label_smoothing_without_package(clean_python, family, build, token_ids, tmp_path):
     build().save_pretrained(tmp_path / "saved")
     results = clean_python(smooth_labels, str(tmp_path / "saved"), token_ids(2, 9), str(tmp_path / "run"))

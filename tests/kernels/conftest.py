@@ -39,16 +39,53 @@ def gpu_target(request):
     return request.param
 
 
+# runs scripts, each in a process of its own, which this one forks after the slow imports
+COMPILER = """
+import json, os, runpy, sys, traceback
+
+sys.path.insert(0, os.getcwd())
+import ahead_of_time
+
+for line in sys.stdin:
+    output, *sys.argv = json.loads(line)
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            with open(output, "w") as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+                runpy.run_path(sys.argv[0], run_name="__main__")
+                sys.stdout.flush()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+    print(os.waitpid(child, 0)[1], flush=True)
+"""
+
+
+@pytest.fixture(scope="session")
+def compiler():
+    """A process that compiles kernels, since here they are interpreted; starting it takes longer than compiling."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-c", COMPILER]
+    with subprocess.Popen(command, cwd=Path(__file__).parent, env=environment, **pipes) as process:
+        yield process
+
+
 @pytest.fixture
-def compiled_ahead_of_time(gpu_target):
-    """What such a script of this folder has compiled, in a process of its own, since kernels here are interpreted."""
+def compiled_ahead_of_time(gpu_target, compiler, tmp_path):
+    """What such a script of this folder has compiled."""
 
     def run(script):
-        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        path = Path(__file__).with_name(script)
-        command = [sys.executable, path, gpu_target]
-        process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        assert process.returncode == 0, process.stderr
-        return json.loads(process.stdout)
+        arguments = [tmp_path / "output", Path(__file__).with_name(script), gpu_target]
+        print(json.dumps([str(argument) for argument in arguments]), file=compiler.stdin, flush=True)
+        status, output = compiler.stdout.readline(), (tmp_path / "output").read_text()
+        assert status == "0\n", output
+        return json.loads(output)
 
     return run

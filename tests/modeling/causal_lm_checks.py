@@ -128,7 +128,12 @@ class CausalLMChecks:
             on_oldest = [
                 name for name in others if self.has_host_variants and self.variants[name].keys() & HOST_FIELDS
             ]
-            cases = [pytest.param(name, marks=[] if name in on_oldest else [pytest.mark.once]) for name in others]
+            # what comes from the host's `generate` and from Python meets the first and the last
+            sampled = others[:-1] if metafunc.definition.get_closest_marker("sampled_variants") else []
+            marks = {name: [] if name in on_oldest else [pytest.mark.once] for name in others}
+            for name in sampled:
+                marks[name].append(pytest.mark.exhaustive)
+            cases = [pytest.param(name, marks=marks[name]) for name in others]
             metafunc.parametrize("variant", [first, *cases])
         if "any_attention" in metafunc.fixturenames:
             metafunc.parametrize("any_attention", self.attentions)
@@ -478,6 +483,7 @@ class CausalLMChecks:
 
     # generation
 
+    @pytest.mark.sampled_variants
     def test_generation_feeds_one_token_per_step(self, model, token_ids):
         ids, fed = token_ids(2, 6), []
         expected = greedy_without_cache(model, ids, 8)
@@ -503,6 +509,7 @@ class CausalLMChecks:
             assert torch.equal(model.generate(ids, max_new_tokens=3, use_cache=False, **GREEDY), expected[:, :9])
             assert fed == [6, 7, 8]
 
+    @pytest.mark.sampled_variants
     @pytest.mark.parametrize(
         "options",
         [
@@ -518,6 +525,7 @@ class CausalLMChecks:
         generated = model.generate(ids, max_new_tokens=12, **GREEDY, **options)
         assert torch.equal(generated, greedy_without_cache(model, ids, 12))
 
+    @pytest.mark.sampled_variants
     @pytest.mark.parametrize("draft", ["itself", "other weights", "vanilla"])
     def test_assisted_generation(self, model, variant, build, vanilla_twin, token_ids, draft):
         assistants = {
@@ -530,6 +538,7 @@ class CausalLMChecks:
         generated = model.generate(ids, assistant_model=assistant, max_new_tokens=12, **GREEDY)
         assert torch.equal(generated, greedy_without_cache(model, ids, 12))
 
+    @pytest.mark.sampled_variants
     def test_early_exit_generation(self, model, token_ids):
         ids, options = token_ids(1, 7), {"assistant_early_exit": 2, "max_new_tokens": 8}
         cache = DynamicCache(config=Qwen3Config(num_hidden_layers=2))
@@ -541,6 +550,7 @@ class CausalLMChecks:
             pytest.skip("this transformers has no working early exit for its own models either")
         assert torch.equal(model.generate(ids, **options, **GREEDY), greedy_without_cache(model, ids, 8))
 
+    @pytest.mark.sampled_variants
     @pytest.mark.parametrize("attention", ["eager", "sdpa"])
     def test_continuous_batching(self, model, variant, token_ids, attention):
         if variant in self.looped_variants:
@@ -558,6 +568,7 @@ class CausalLMChecks:
             expected = greedy_without_cache(model, prompt, 8)
             assert result.generated_tokens == expected[0, prompt.shape[1] :].tolist()
 
+    @pytest.mark.sampled_variants
     def test_continuing_from_a_returned_cache(self, model, token_ids):
         ids = token_ids(1, 6)
         first = model.generate(ids, max_new_tokens=4, return_dict_in_generate=True, **GREEDY)
@@ -566,6 +577,7 @@ class CausalLMChecks:
         generated = model.generate(continued, max_new_tokens=5, **{HOST_CACHE_NAME: cache}, **GREEDY)
         assert torch.equal(generated, greedy_without_cache(model, continued, 5))
 
+    @pytest.mark.sampled_variants
     def test_beams(self, model, token_ids):
         options = GREEDY | {"num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 8}
         options |= {"return_dict_in_generate": True, "output_scores": True}
@@ -573,6 +585,7 @@ class CausalLMChecks:
         assert torch.equal(cached.sequences, uncached.sequences)
         assert_close(cached.sequences_scores, uncached.sequences_scores, 1e-4)
 
+    @pytest.mark.sampled_variants
     def test_sampling_several_sequences(self, model, token_ids):
         generated = []
         for use in (True, False):
@@ -687,6 +700,7 @@ class CausalLMChecks:
             alone = torch.autograd.grad(model(ids, labels=ids).loss, parameters)
             assert all(torch.equal(*pair) for pair in zip(grads, alone, strict=True))
 
+    @pytest.mark.sampled_variants
     def test_threads_share_a_model(self, model, token_ids):
         batches = [token_ids(2, 8 + i, seed=i) for i in range(8)]
 
@@ -703,6 +717,7 @@ class CausalLMChecks:
                         torch.equal(*pair) for pair in zip(ours.hidden_states, alone.hidden_states, strict=True)
                     )
 
+    @pytest.mark.sampled_variants
     def test_copies_after_a_forward(self, model, token_ids):
         ids = token_ids(2, 9)
         model(ids, labels=ids).loss.backward()
