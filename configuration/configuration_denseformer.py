@@ -39,11 +39,15 @@ class DenseFormerFields(DepthMixingFields):
         for name in ("dwa_dilation", "dwa_period"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be a positive number of layers.")
-            if getattr(self, name) > self.num_hidden_layers:
-                raise ValueError(
-                    f"{name}={getattr(self, name)}: must be at most num_hidden_layers={self.num_hidden_layers}, or no "
-                    "average reads anything but its own layer's output."
-                )
+
+    def ineffective_values(self):
+        if self.dwa_period > self.num_hidden_layers:
+            yield f"dwa_period={self.dwa_period}: none of {self.num_hidden_layers} layers has an average after it."
+        elif self.dwa_dilation > self.num_hidden_layers:
+            yield (
+                f"dwa_dilation={self.dwa_dilation}: with {self.num_hidden_layers} layers no average reads anything "
+                "but its own layer's output."
+            )
 
     @property
     def average_sources(self) -> tuple[tuple[int, ...], ...]:
