@@ -41,13 +41,13 @@ class DenseFormerFields(DepthMixingFields):
                 raise ValueError(f"{name}={getattr(self, name)}: must be a positive number of layers.")
 
     def ineffective_values(self):
-        yield from super().ineffective_values()
-        for name in ("dwa_dilation", "dwa_period"):
-            if getattr(self, name) > self.num_hidden_layers:
-                yield (
-                    f"{name}={getattr(self, name)}: with {self.num_hidden_layers} layers no average reads anything "
-                    "but its own layer's output."
-                )
+        if self.dwa_period > self.num_hidden_layers:
+            yield f"dwa_period={self.dwa_period}: none of {self.num_hidden_layers} layers has an average after it."
+        elif self.dwa_dilation > self.num_hidden_layers:
+            yield (
+                f"dwa_dilation={self.dwa_dilation}: with {self.num_hidden_layers} layers no average reads anything "
+                "but its own layer's output."
+            )
 
     @property
     def average_sources(self) -> tuple[tuple[int, ...], ...]:

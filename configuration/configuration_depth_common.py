@@ -211,11 +211,9 @@ def check_decoder_shape(config: PreTrainedConfig | Mapping[str, Any]) -> None:
 def _under_own_name(config: PreTrainedConfig, error: ValueError) -> ValueError:
     """The error with the name that a field has in this configuration, where the common one stands for it."""
     name, equals, rest = str(error).partition("=")
-    own = config.attribute_map.get(name, name)
-    # where heads have a part that rotates, the host makes this field of the width of that part
-    if name == "head_dim" and hasattr(config, "qk_rope_head_dim"):
-        own = "qk_rope_head_dim"
-    return ValueError(f"{own}{equals}{rest}")
+    # in files of Kimi Linear many fields have names of their own, and one is made of another
+    aliases = {**config.attribute_map, "head_dim": "qk_rope_head_dim"}
+    return error if config.depth_backbone.softmax_only else ValueError(f"{aliases.get(name, name)}{equals}{rest}")
 
 
 def _checked_values(config: PreTrainedConfig) -> dict[str, Any]:

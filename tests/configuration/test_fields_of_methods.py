@@ -148,6 +148,8 @@ def test_a_vanilla_checkpoint_has_no_tensors_of_the_method_yet(tmp_path):
         ("denseformer", {"dwa_period": 50}, "dwa_period=50: with 4 layers no average reads anything but its own"),
         ("attnres", {"attnres_block_size": 100}, "attnres_block_size=100: no block is ever finished in 4 layers"),
         ("attnres", {"attnres_recency_bias_init": 1.0}, "attnres_recency_bias_init=1.0 has no effect"),
+        ("denseformer", {"dwa_dilation": 50}, "dwa_dilation=50: with 4 layers no average reads anything but its own"),
+        ("denseformer", {"dwa_period": 50}, "dwa_period=50: none of 4 layers has an average"),
         (
             "moda_olmo2",
             {"moda_attn_slots": False, "moda_ffn_slots": False, "moda_depth_window": 5},
