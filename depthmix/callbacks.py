@@ -73,9 +73,9 @@ class GateWarmup(TrainerCallback):
 
 class MixingLogger(TrainerCallback):
     """
-    Logs, with each log of the Trainer and to whatever `report_to` names, gates (their mean, mean size and extremes, and
-    each layer's mean) and, of the methods that have depth weights, their entropy and the weight of the last source,
-    which is the layer's own or the newest.
+    Logs, with each log of the Trainer and to whatever `report_to` names, gates (their mean, mean size and extremes,
+    and each layer's mean) and, of the methods that have depth weights, their entropy and the weight of the last
+    source, which is the layer's own or the newest.
 
     The entropy is a share of the largest that the number of sources allows: 1 is equal weights, 0 a single source. The
     depth weights are those of one forward without gradients on `inputs`.
