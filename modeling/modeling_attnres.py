@@ -49,8 +49,8 @@ class AttnResKeyNorm(MixingModule):
         return self.weight
 
 
-class AttnResMixer(MixingModule):
-    """The mix of sources that one sub-layer, or the final norm, reads."""
+class AttnResQuery(MixingModule):
+    """By what sources are weighed at one place."""
 
     recency_bias: nn.Parameter | None
 
@@ -66,6 +66,10 @@ class AttnResMixer(MixingModule):
         self.scale = config.attnres_scale
         self.eps = config.rms_norm_eps
         self.impl = config.depth_impl
+
+
+class AttnResMixer(AttnResQuery):
+    """The mix of sources that one sub-layer, or the final norm, reads."""
 
     def forward(
         self,
@@ -129,7 +133,7 @@ class AttnResMixer(MixingModule):
         return partial, mixed, weights
 
 
-class AttnResAddition(AttnResMixer):
+class AttnResAddition(AttnResQuery):
     """What one sub-layer reads with additive routing: the stream, and what the mix has beyond the mean."""
 
     def forward(
@@ -210,11 +214,15 @@ class AttnResLayer(DecoderLayer):
     comes after it where the block ends before the attention; then the weights. The first attention has nothing to mix.
     """
 
+    # absent where there is nothing to mix
+    attn_mixer: Any
+    mlp_mixer: Any
+
     def __init__(self, config: PreTrainedConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         self.is_additive = config.attnres_routing == "additive"
         mixer_class = AttnResAddition if self.is_additive else AttnResMixer
-        self.attn_mixer = None if self.is_additive and layer_idx == 0 else mixer_class(config)
+        self.register_module("attn_mixer", None if self.is_additive and layer_idx == 0 else mixer_class(config))
         self.mlp_mixer = mixer_class(config)
         counts = config.num_finished_sources[2 * layer_idx : 2 * layer_idx + 3]
         self.num_sources = counts[0]
@@ -298,7 +306,7 @@ class AttnResLayer(DecoderLayer):
 
     def add_to_stream(
         self, stream: torch.Tensor, sources: Sequence[torch.Tensor], output_depth_weights: bool, **kwargs
-    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    ) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
         """The forward with additive routing; the keywords are those of the attention."""
         *finished, current = sources if self.restarts else (*sources, None)
         mixed, weights = stream, None
@@ -453,7 +461,7 @@ class AttnResStart(DepthPreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)
-        if isinstance(module, AttnResMixer):
+        if isinstance(module, AttnResQuery):
             init.zeros_(module.pseudo_query)
             if module.recency_bias is not None:
                 init.constant_(module.recency_bias, module.recency_bias_start)
@@ -466,13 +474,16 @@ class AttnResDecoder(DepthDecoderModel):
     Its `hidden_states` are the running sums that the layers get, the embedding first, and last the final state: mixed
     and normalised. With additive routing they are the residual stream, as in the vanilla model.
     """
-    ledger_class = AttnResLedger
     layer_class: ClassVar[type[AttnResLayer]]
 
+    def ledger_class(self, model, embeddings, kwargs) -> Ledger:  # type: ignore[override]
+        """The ledger of a call, which the routing decides."""
+        made = AdditiveLedger if self.is_additive else AttnResLedger
+        return made(model, embeddings, kwargs)
+
     def add_modules(self, config: PreTrainedConfig) -> None:
-        if config.attnres_routing == "additive":
-            self.ledger_class = AdditiveLedger
-        else:
+        self.is_additive = config.attnres_routing == "additive"
+        if not self.is_additive:
             self.output_mixer = AttnResMixer(config)
         self.num_sources = config.num_finished_sources
         self.restarts = config.attnres_variant != "cumulative"

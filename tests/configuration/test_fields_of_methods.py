@@ -144,8 +144,6 @@ def test_a_vanilla_checkpoint_has_no_tensors_of_the_method_yet(tmp_path):
     [
         ("depth_qwen3", {"depth_stride": 99}, "depth_stride=99: with 4 layers the first is the only source"),
         ("depth_qwen3", {"depth_stride": 0, "depth_window": 2}, "depth_window=2 has no effect"),
-        ("denseformer", {"dwa_dilation": 50}, "dwa_dilation=50: with 4 layers no average reads anything but its own"),
-        ("denseformer", {"dwa_period": 50}, "dwa_period=50: with 4 layers no average reads anything but its own"),
         ("attnres", {"attnres_block_size": 100}, "attnres_block_size=100: no block is ever finished in 4 layers"),
         ("attnres", {"attnres_recency_bias_init": 1.0}, "attnres_recency_bias_init=1.0 has no effect"),
         ("denseformer", {"dwa_dilation": 50}, "dwa_dilation=50: with 4 layers no average reads anything but its own"),

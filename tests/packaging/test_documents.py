@@ -45,19 +45,53 @@ def test_links_and_paths_lead_somewhere(document):
             assert (ROOT / name).exists(), f"{path.name}: {name}"
 
 
-@pytest.mark.slow
-def test_python_of_the_readme_runs(tmp_path, monkeypatch):
-    """From the conversion to the adapter, in one process, with the small checkpoint under the name of a larger one."""
+@pytest.fixture
+def run_blocks(tmp_path, monkeypatch):
+    """`run_blocks(name, text, old, new)` runs the Python of a text, in which `old` becomes `new`, in one process."""
     pytest.importorskip("peft")
-    text = (ROOT / "README.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", text[: text.index("## Push")], re.DOTALL)
-    assert len(blocks) == 6
     shutil.copytree(ROOT / "examples" / "tiny_qwen3_python", tmp_path / "Qwen" / "Qwen3-0.6B")
     (tmp_path / "book.txt").write_text(Path(shutil.__file__).read_text())
     monkeypatch.chdir(tmp_path)
-    namespace: dict = {}
-    for block in blocks:
-        block = block.replace("bf16=True)", 'bf16=True, use_cpu=True, max_steps=1, report_to="none")')
-        exec(compile(block, "README.md", "exec"), namespace)
+
+    def run_blocks(name: str, text: str, old: str, new: str) -> tuple[int, dict]:
+        namespace: dict = {}
+        blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+        for block in blocks:
+            assert old in text
+            exec(compile(block.replace(old, new), name, "exec"), namespace)
+        return len(blocks), namespace
+
+    return run_blocks
+
+
+@pytest.mark.slow
+def test_python_of_the_readme_runs(tmp_path, run_blocks):
+    """From the conversion to the adapter, with the small checkpoint under the name of a larger one."""
+    text = (ROOT / "README.md").read_text()
+    count, namespace = run_blocks(
+        "README.md",
+        text[: text.index("## Push")],
+        "bf16=True)",
+        'bf16=True, use_cpu=True, max_steps=1, report_to="none")',
+    )
+    assert count == 6
     assert len(namespace["weights"]) == namespace["model"].config.num_hidden_layers
     assert (tmp_path / "qwen3-depth-tuned" / "modeling_depth_attention.py").is_file()
+
+
+@pytest.mark.slow
+def test_recipes_of_retrofits_run(tmp_path, run_blocks):
+    count, namespace = run_blocks(
+        "docs/retrofit.md",
+        (ROOT / "docs" / "retrofit.md").read_text(),
+        "logging_steps=10)",
+        'logging_steps=1, max_steps=2, use_cpu=True, report_to="none", save_strategy="no")',
+    )
+    assert count == 3
+    first = namespace["trainer"].state.log_history
+    assert [log["step"] for log in first if "gate/mean_size" in log] == [1, 2]
+    assert all("depth/entropy" in log for log in first if "gate/mean_size" in log)
+    # the last of the models has trained nothing but its gates
+    trained = [name for name, parameter in namespace["model"].named_parameters() if parameter.requires_grad]
+    assert trained and all("depth_gate" in name for name in trained)
+    assert (tmp_path / "qwen3-depth-lora" / "model.safetensors").is_file()
