@@ -147,7 +147,9 @@ class TestSources:
         torch.testing.assert_close(exited, model.lm_head(model.model.norm(states[2])))
 
     def test_depth_weights_are_refused(self, build, token_ids):
-        for model, given in ((build(), {"output_depth_weights": True}), (build(output_depth_weights=True), {})):
-            with pytest.raises(ValueError, match="output_depth_weights=True: DenseFormerConfig has none to return"):
-                model(token_ids(2, 7), **given)
+        model = build()
+        with pytest.raises(ValueError, match="output_depth_weights=True: DenseFormerConfig has none to return"):
+            model(token_ids(2, 7), output_depth_weights=True)
+        with pytest.raises(ValueError, match="output_depth_weights=True: DenseFormerConfig has no such field"):
+            build(output_depth_weights=True)
         assert model(token_ids(2, 7), output_depth_weights=False).depth_weights is None
