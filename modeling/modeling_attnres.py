@@ -49,8 +49,8 @@ class AttnResKeyNorm(MixingModule):
         return self.weight
 
 
-class AttnResQuery(MixingModule):
-    """By what sources are weighed at one place."""
+class AttnResMixer(MixingModule):
+    """The mix of sources that one sub-layer, or the final norm, reads."""
 
     recency_bias: nn.Parameter | None
 
@@ -66,10 +66,6 @@ class AttnResQuery(MixingModule):
         self.scale = config.attnres_scale
         self.eps = config.rms_norm_eps
         self.impl = config.depth_impl
-
-
-class AttnResMixer(AttnResQuery):
-    """The mix of sources that one sub-layer, or the final norm, reads."""
 
     def forward(
         self,
@@ -133,10 +129,10 @@ class AttnResMixer(AttnResQuery):
         return partial, mixed, weights
 
 
-class AttnResAddition(AttnResQuery):
+class AttnResAddition(AttnResMixer):
     """What one sub-layer reads with additive routing: the stream, and what the mix has beyond the mean."""
 
-    def forward(
+    def forward(  # type: ignore[override]
         self, stream: torch.Tensor, sources: Sequence[torch.Tensor], output_depth_weights: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """
@@ -461,7 +457,7 @@ class AttnResStart(DepthPreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)
-        if isinstance(module, AttnResQuery):
+        if isinstance(module, AttnResMixer):
             init.zeros_(module.pseudo_query)
             if module.recency_bias is not None:
                 init.constant_(module.recency_bias, module.recency_bias_start)

@@ -18,7 +18,7 @@ from depthmix.modeling.mixing_modules import MixingModule
 pytestmark = [pytest.mark.long, pytest.mark.sampled(2)]
 
 # of a family with many, the one with most in it
-PATTERNS = {"depth_qwen3": ["window"], "attnres": ["block_3"], "moda_olmo2": ["window"]}
+PATTERNS = {"depth_qwen3": ["gated"], "attnres": ["block_3"], "moda_olmo2": ["window"]}
 WORKER = Path(__file__).with_name("two_process_worker.py")
 
 

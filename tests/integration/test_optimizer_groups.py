@@ -19,6 +19,7 @@ DECAYED = {
 }
 NOT_DECAYED = {
     "depth_qwen3": ("depth_gate.weight",),
+    "moda_olmo2": ("depth_gate.weight",),
     "attnres": ("_mixer.pseudo_query", "_mixer.norm.weight", "_mixer.recency_bias"),
     "denseformer": ("depth_average.weight",),
     "moda_olmo2": ("depth_gate.weight",),

@@ -41,9 +41,8 @@ def test_lora(family, targets, build_awake, token_ids, logits_of, tmp_path):
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     model = peft.get_peft_model(base, lora(TARGETS[targets]))
     names = {name.split(".lora_")[0].rsplit(".", 1)[-1] for name, p in model.named_parameters() if p.requires_grad}
-    others = {"gate_proj", "up_proj", "down_proj", *(family.own_modules if family.own_are_linear else ())} - {
-        "depth_gate"
-    }
+    own = {*family.own_modules} - {"depth_gate"} if family.own_are_linear else set()
+    others = {"gate_proj", "up_proj", "down_proj", *own}
     assert names == (set(TARGETS["attention"]) | others if targets == "all_linear" else set(TARGETS[targets]))
 
     for _ in range(2):

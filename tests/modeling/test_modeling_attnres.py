@@ -17,7 +17,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from depthmix import AttnResConfig, AttnResForCausalLM, AttnResForSequenceClassification
 from depthmix.kernels import attn_res_phase_1
 from depthmix.modeling import modeling_attnres
-from depthmix.modeling.modeling_attnres import AttnResMixer, AttnResQuery
+from depthmix.modeling.modeling_attnres import AttnResMixer
 
 
 LLAMA = {"use_qk_norm": False, "attention_bias": True, "mlp_bias": True}
@@ -71,7 +71,7 @@ class TestZeroQueries:
     def put_to_sleep(model):
         with torch.no_grad():
             for mixer in model.modules():
-                if isinstance(mixer, AttnResQuery):
+                if isinstance(mixer, AttnResMixer):
                     mixer.pseudo_query.zero_()
         return model
 

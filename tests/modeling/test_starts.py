@@ -43,9 +43,9 @@ def test_which_gradients_are_zero(pattern, family, tiny, token_ids):
         optimizer.step()
     never = matching(own, NEVER.get(name, ()))
     assert zero[1] == never
-    # the projection of the first connection moves with its writes
-    behind_gates = ("depth_kv_proj",) if fields.get("moda_gate") else ()
-    assert zero[0] == never | matching(own, BEHIND_ZERO.get(name, ()) + behind_gates)
+    # the projection of the first connection moves with its writes, and those of slots once their gates have moved
+    closed = ("_depth_kv_proj.weight",) if pattern.get("moda_gate") else ()
+    assert zero[0] == never | matching(own, BEHIND_ZERO.get(name, closed))
 
 
 def test_entries_of_averages(tiny, token_ids):
