@@ -14,18 +14,21 @@ class _LateModule(ModuleType):
     it comes from, since the host library asks that of each package that it can use.
     """
 
+    late_mappings: Mapping[str, Collection[str]]
+
     def __getattr__(self, name: str):
-        spec, mappings = self.__spec__, vars(self)["late_mappings"]
+        spec: Any = self.__spec__
+        mappings = vars(self)["late_mappings"]
         if name in mappings:
             return _LateMapping(self, name, mappings[name])
         # `from module import name` asks for it
         if name == "__path__" and spec.submodule_search_locations is None:
             raise AttributeError(name)
-        self.__class__ = ModuleType
+        self.__class__ = ModuleType  # type: ignore[assignment]
         if spec.submodule_search_locations is not None:
             self.__path__ = spec.submodule_search_locations
         try:
-            spec.loader.exec_module(self)  # type: ignore[union-attr]
+            spec.loader.exec_module(self)
         except BaseException:
             sys.modules.pop(spec.name, None)
             raise

@@ -569,9 +569,7 @@ class DepthPreTrainedModel(Base):
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
 
 
-def check_saved_shapes(
-    config_class: type[PreTrainedConfig], source: Any, config: Any, overrides: dict[str, Any]
-) -> None:
+def check_saved_shapes(config_class: Any, source: Any, config: Any, overrides: dict[str, Any]) -> None:
     """
     Compares what is asked for with what a checkpoint was saved with.
 

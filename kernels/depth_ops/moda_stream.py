@@ -27,7 +27,7 @@ from .depth_precision import autocast_dtype
 from .moda_attention_joint import joint_backward, moda_attention_forward, run_moda_attention
 from .moda_attention_op import attend, check_attention, choose
 from .moda_attention_triton import slot_obstacle
-from .typed_operations import is_recorded, needs_grad, without_derivative
+from .typed_operations import is_recorded, needs_grad, refuse_batches, without_derivative
 
 
 class DepthStream:
@@ -270,6 +270,7 @@ class _Read(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, output_grad, _):
+        refuse_batches([output_grad])
         query, key, value, depth_query, attention_mask, gate, *others = ctx.saved_tensors
         handle, outputs = others[: ctx.num_handles], others[ctx.num_handles :]
         stream = ctx.stream

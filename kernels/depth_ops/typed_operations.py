@@ -42,6 +42,18 @@ def _refuse_to_differentiate(ctx, *grads):
     )
 
 
+def refuse_batches(tensors: Sequence[Tensor]) -> None:
+    """
+    Raises:
+        `RuntimeError`: for what `is_grads_batched=True` makes of gradients. It has no memory that a kernel can read.
+    """
+    if any(torch._C._functorch.is_legacy_batchedtensor(tensor) for tensor in tensors):
+        raise RuntimeError(
+            "Kernels and fused operations of depthmix do not take batches of gradients (is_grads_batched=True of "
+            'torch.autograd.grad): ask for impl="reference", or depth_impl="reference" of a model.'
+        )
+
+
 class _WithoutDerivative(torch.autograd.Function):
     @staticmethod
     def forward(ctx, function, *tensors):
@@ -82,6 +94,7 @@ class Operation:
         tensors = _tensors(inputs)
         if not _is_plain(tensors):
             return self.typed(*inputs)
+        refuse_batches(tensors)
         return list(without_derivative(partial(self.function, *inputs), tensors))
 
 

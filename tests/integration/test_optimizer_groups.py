@@ -22,7 +22,6 @@ NOT_DECAYED = {
     "moda_olmo2": ("depth_gate.weight",),
     "attnres": ("_mixer.pseudo_query", "_mixer.norm.weight", "_mixer.recency_bias"),
     "denseformer": ("depth_average.weight",),
-    "moda_olmo2": ("depth_gate.weight",),
     "mhc": ("norm_weight", "alpha_pre", "alpha_post", "alpha_residual", "_logits", "stream_readout.logits"),
 }
 

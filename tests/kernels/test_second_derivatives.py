@@ -214,3 +214,21 @@ def test_the_default_refuses_where_it_is_no_reference():
     grads = torch.autograd.grad(loss, leaves, create_graph=True)
     with pytest.raises(RuntimeError, match='ask for impl="reference"'):
         torch.autograd.grad(sum(grad.square().sum() for grad in grads), leaves[0])
+
+
+@every_impl
+@every_case
+def test_batches_of_gradients_are_right_or_refused(case, impl):
+    """`is_grads_batched`, as `torch.autograd.functional.jacobian(vectorize=True)` has it."""
+    leaves = leaves_of(case, torch.float32)
+    outputs = [output for output in CASES[case][0](impl, *leaves) if output.requires_grad]
+    batches = [torch.stack(draw(*[output.shape] * 3)) for output in outputs]
+    options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+    try:
+        found = torch.autograd.grad(outputs, leaves, batches, is_grads_batched=True, **options)
+    except RuntimeError as error:
+        assert "reference" in str(error), error
+        return
+    single = [torch.autograd.grad(outputs, leaves, list(grads), **options) for grads in zip(*batches, strict=True)]
+    for batch, *each in zip(found, *single, strict=True):
+        torch.testing.assert_close(batch, torch.stack(each), rtol=1e-4, atol=1e-4)
