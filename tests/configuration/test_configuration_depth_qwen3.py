@@ -18,6 +18,7 @@ OWN_FIELDS = {
     "depth_window": 2,
     "key_norm_position": "after_rope",
     "num_loops": 1,
+    "depth_gate": True,
     "depth_impl": "reference",
     "output_depth_weights": True,
 }
