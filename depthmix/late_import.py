@@ -3,6 +3,7 @@
 
 import sys
 from collections.abc import Collection, Iterator, Mapping
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -14,6 +15,13 @@ class _LateModule(ModuleType):
     it comes from, since the host library asks that of each package that it can use.
     """
 
+    __spec__: ModuleSpec
+
+    def __init__(self, spec: ModuleSpec, mappings: Mapping[str, Collection[str]]):
+        super().__init__(spec.name)
+        self.late_mappings = mappings
+        self.__spec__, self.__loader__, self.__file__, self.__package__ = spec, spec.loader, spec.origin, spec.parent
+
     def __getattr__(self, name: str):
         spec, mappings = self.__spec__, vars(self)["late_mappings"]
         if name in mappings:
@@ -21,7 +29,7 @@ class _LateModule(ModuleType):
         # `from module import name` asks for it
         if name == "__path__" and spec.submodule_search_locations is None:
             raise AttributeError(name)
-        self.__class__ = ModuleType
+        _end_delay(self)
         if spec.submodule_search_locations is not None:
             self.__path__ = spec.submodule_search_locations
         try:
@@ -30,6 +38,10 @@ class _LateModule(ModuleType):
             sys.modules.pop(spec.name, None)
             raise
         return getattr(self, name)
+
+
+def _end_delay(module: ModuleType) -> None:
+    module.__class__ = ModuleType
 
 
 class _LateMapping(Mapping):
@@ -70,15 +82,7 @@ def import_late(name: str, **mappings: Collection[str]) -> None:
     """
     if name in sys.modules or (spec := find_spec(name)) is None:
         return
-    module = _LateModule(name)
-    module.late_mappings = mappings
-    module.__spec__, module.__loader__, module.__file__, module.__package__ = (
-        spec,
-        spec.loader,
-        spec.origin,
-        spec.parent,
-    )
-    sys.modules[name] = module
+    sys.modules[name] = _LateModule(spec, mappings)
 
 
 def is_loaded(name: str) -> bool:
