@@ -64,7 +64,7 @@ _OWNERS_BY_PREFIX = {
     "value_residual_": "value residuals",
 }
 # by `id`, since configurations cannot be hashed
-_IN_USE: WeakValueDictionary[int, Any] = WeakValueDictionary()
+_IN_USE: WeakValueDictionary[int, "DepthMixingFields"] = WeakValueDictionary()
 _ATTENTION_KINDS = ("full_attention", "sliding_attention", "linear_attention")
 
 
@@ -143,7 +143,7 @@ class DepthMixingFields:
             check_count("prefill_chunk_tokens", self.prefill_chunk_tokens)
 
 
-def refuse_foreign_fields(config_class: Any, values: Mapping[str, Any]) -> None:
+def refuse_foreign_fields(config_class: type[DepthMixingFields], values: Mapping[str, Any]) -> None:
     """
     Raises:
         `ValueError`: for a field of this package's that the configuration does not have; the message says whose it is.

@@ -18,7 +18,7 @@ from depthmix.hub import users_references, write_in_place, write_remote_code
 from depthmix.version import __version__
 
 from .checkpoint_io import read_json
-from .code_check import check_own_model_type, verify_code
+from .code_check import own_model_type, verify_code
 from .converter import DTYPES, TARGETS, convert, inspect_checkpoint
 from .errors import ConversionError
 from .fold_gates import fold_gates
@@ -207,8 +207,7 @@ def _bundle(directory: Path) -> str:
     if not config_path.is_file():
         raise ConversionError(f"{directory} has no config.json.")
     config = read_json(config_path)
-    model_type = config.get("model_type")
-    check_own_model_type(model_type, config_path)
+    model_type = own_model_type(config, config_path)
     auto_map = config.get("auto_map") or {}
     if not isinstance(auto_map, dict):
         raise ConversionError(f"{config_path}: auto_map is {auto_map!r}, must map Auto classes to references.")

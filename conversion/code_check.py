@@ -74,8 +74,7 @@ def verify_code(folder: str | os.PathLike) -> CodeCheck:
     if find_file(folder, CONFIG_FILE) is None:
         raise ConversionError(f"{folder} has no {CONFIG_FILE}.")
     config = read_json(folder / CONFIG_FILE)
-    model_type = config.get("model_type")
-    check_own_model_type(model_type, folder)
+    model_type = own_model_type(config, folder)
     found = {path.name: hash_code(path.read_bytes()) for path in sorted(folder.glob("*.py")) if path.is_file()}
     candidates = dict(_known_code(model_type))
     # the one that fits best says what is wrong
@@ -90,13 +89,16 @@ def verify_code(folder: str | os.PathLike) -> CodeCheck:
     return CodeCheck(str(folder), release, used, {name: found[name] for name in found.keys() - used.keys()})
 
 
-def check_own_model_type(model_type: Any, place: Path) -> None:
+def own_model_type(config: dict[str, Any], place: Path) -> str:
     """
+    The model type of a `config.json`, which is one of this package's.
+
     Raises:
-        [`ConversionError`]: if a model type is none of this package's; the message names those that look like it.
+        [`ConversionError`]: if it is none; the message names those that look like it.
     """
+    model_type = config.get("model_type")
     if isinstance(model_type, str) and model_type in AUTO_MAPS:
-        return
+        return model_type
     similar = get_close_matches(str(model_type), AUTO_MAPS, n=3)
     hint = f" Similar ones are {', '.join(similar)}." if similar else ""
     raise ConversionError(

@@ -61,9 +61,9 @@ def start_values(config: PreTrainedConfig) -> dict[str, NewTensor]:
     if config.moda_gate:
         gates = {name: tensor.shape for name, tensor in state.items() if name.endswith(".depth_gate.weight")}
         own = {name: re.sub(r"\.\w+_depth_kv_proj\.weight$", ".self_attn.{}_proj.weight", name) for name in shapes}
-        return {name: partial(torch.zeros, shape) for name, shape in gates.items()} | {
-            name: JoinedTensors(map(pattern.format, "kv")) for name, pattern in own.items()
-        }
+        starts: dict[str, NewTensor] = {name: partial(torch.zeros, shape) for name, shape in gates.items()}
+        starts |= {name: JoinedTensors(map(pattern.format, "kv")) for name, pattern in own.items()}
+        return starts
 
     def make(seed: int, shape: "torch.Size") -> "torch.Tensor":
         generator = torch.Generator().manual_seed(seed)

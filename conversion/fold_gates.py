@@ -97,7 +97,7 @@ def fold_gates(folder: str | os.PathLike, dest: str | os.PathLike, *, overwrite:
 def _check_open(gate: StoredTensor) -> None:
     if gate.dtype not in FLOAT_DTYPES:
         raise ConversionError(f"{gate.name} has the dtype {gate.dtype}: must be a floating dtype.")
-    values = torch.frombuffer(bytearray(b"".join(gate.chunks())), dtype=FLOAT_DTYPES[gate.dtype])
+    values = torch.frombuffer(bytearray(b"".join(gate.chunks())), dtype=getattr(torch, FLOAT_DTYPES[gate.dtype]))
     for i, value in enumerate(values.tolist()):
         if value != 1:
             raise ConversionError(

@@ -2,6 +2,7 @@
 """Which tensor of the source becomes which tensor of the target."""
 
 from collections import Counter
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -63,8 +64,13 @@ def plan_tensors(
         # by name only: a checkpoint may claim sizes of which the values do not fit in memory
         with torch.device("meta"):
             starts = new_tensors(config)
+
     # made with the first of them that is written
-    start_values = cache(partial(new_tensors, config))
+    @cache
+    def start_values() -> "dict[str, Callable[[], torch.Tensor]]":
+        made = new_tensors(config)
+        return {name: start for name, start in made.items() if not isinstance(start, JoinedTensors)}
+
     start_dtype = dtype or _most_common_dtype(checkpoint)
     plan = TensorPlan()
     problems = []

@@ -3,6 +3,7 @@
 
 import sys
 from collections.abc import Collection, Iterator, Mapping
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -14,25 +15,33 @@ class _LateModule(ModuleType):
     it comes from, since the host library asks that of each package that it can use.
     """
 
-    late_mappings: Mapping[str, Collection[str]]
+    __spec__: ModuleSpec
+
+    def __init__(self, spec: ModuleSpec, mappings: Mapping[str, Collection[str]]):
+        super().__init__(spec.name)
+        self.late_mappings = mappings
+        self.__spec__, self.__loader__, self.__file__, self.__package__ = spec, spec.loader, spec.origin, spec.parent
 
     def __getattr__(self, name: str):
-        spec: Any = self.__spec__
-        mappings = vars(self)["late_mappings"]
+        spec, mappings = self.__spec__, vars(self)["late_mappings"]
         if name in mappings:
             return _LateMapping(self, name, mappings[name])
         # `from module import name` asks for it
         if name == "__path__" and spec.submodule_search_locations is None:
             raise AttributeError(name)
-        self.__class__ = ModuleType  # type: ignore[assignment]
+        _end_delay(self)
         if spec.submodule_search_locations is not None:
             self.__path__ = spec.submodule_search_locations
         try:
-            spec.loader.exec_module(self)
+            spec.loader.exec_module(self)  # type: ignore[union-attr]
         except BaseException:
             sys.modules.pop(spec.name, None)
             raise
         return getattr(self, name)
+
+
+def _end_delay(module: ModuleType) -> None:
+    module.__class__ = ModuleType
 
 
 class _LateMapping(Mapping):
@@ -73,15 +82,7 @@ def import_late(name: str, **mappings: Collection[str]) -> None:
     """
     if name in sys.modules or (spec := find_spec(name)) is None:
         return
-    module = _LateModule(name)
-    module.late_mappings = mappings
-    module.__spec__, module.__loader__, module.__file__, module.__package__ = (
-        spec,
-        spec.loader,
-        spec.origin,
-        spec.parent,
-    )
-    sys.modules[name] = module
+    sys.modules[name] = _LateModule(spec, mappings)
 
 
 def is_loaded(name: str) -> bool:

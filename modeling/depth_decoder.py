@@ -220,7 +220,7 @@ class DepthDecoderModel(Base):
             check_looped_cache(past_key_values, passes * len(layers))
         kwargs |= {"position_ids": position_ids, "use_cache": use_cache, HOST_CACHE_NAME: past_key_values}
         kinds = getattr(self.config, "layer_types", None) or ()
-        ledger = self.ledger_class(self, hidden_states, kwargs)
+        ledger = self.open_ledger(hidden_states, kwargs)
         for step, layer in enumerate(passes * layers):
             i = step % len(layers)
             if getattr(layer, "layer_idx", i) != i:
@@ -235,6 +235,10 @@ class DepthDecoderModel(Base):
         hidden_states, depth_weights = ledger.close()
         kept: dict[str, Any] = {HOST_CACHE_NAME: past_key_values if use_cache else None}
         return DepthModelOutputWithPast(last_hidden_state=hidden_states, depth_weights=depth_weights, **kept)
+
+    def open_ledger(self, embeddings: torch.Tensor, kwargs: dict[str, Any]) -> Ledger:
+        """The ledger of one call, from what the first layer gets and the keywords that all layers get."""
+        return self.ledger_class(self, embeddings, kwargs)
 
     def handed_on_per_token(self) -> int:
         """How many numbers per token layers hand each other, beyond the hidden states and what the cache holds."""
@@ -588,7 +592,7 @@ def check_saved_shapes(config_class: Any, source: Any, config: Any, overrides: d
     names = getattr(config_class, "decoder_shape_fields", ())
     # a vanilla checkpoint has no tensors of the method
     if saved.get("model_type") == config_class.model_type:
-        names = (*names, *config_class.shape_fields)
+        names = (*names, *getattr(config_class, "shape_fields", ()))
     defaults = config_class.__dataclass_fields__
     for name in names:
         before = saved.get(name, defaults[name].default)

@@ -49,8 +49,8 @@ class AttnResKeyNorm(MixingModule):
         return self.weight
 
 
-class AttnResMixer(MixingModule):
-    """The mix of sources that one sub-layer, or the final norm, reads."""
+class AttnResSite(MixingModule):
+    """The parameters of one place that reads a mix of sources. How they are read, a class derived from it says."""
 
     recency_bias: nn.Parameter | None
 
@@ -66,6 +66,10 @@ class AttnResMixer(MixingModule):
         self.scale = config.attnres_scale
         self.eps = config.rms_norm_eps
         self.impl = config.depth_impl
+
+
+class AttnResMixer(AttnResSite):
+    """The mix of sources that one sub-layer, or the final norm, reads."""
 
     def forward(
         self,
@@ -129,10 +133,10 @@ class AttnResMixer(MixingModule):
         return partial, mixed, weights
 
 
-class AttnResAddition(AttnResMixer):
+class AttnResAddition(AttnResSite):
     """What one sub-layer reads with additive routing: the stream, and what the mix has beyond the mean."""
 
-    def forward(  # type: ignore[override]
+    def forward(
         self, stream: torch.Tensor, sources: Sequence[torch.Tensor], output_depth_weights: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """
@@ -160,20 +164,21 @@ def is_bare_mixer(mixer: nn.Module) -> TypeGuard[AttnResMixer]:
 
 
 def mix_for_all(
-    mixers: Sequence[AttnResMixer], sources: Sequence[torch.Tensor]
+    mixers: Sequence[nn.Module], sources: Sequence[torch.Tensor]
 ) -> tuple[tuple[tuple[torch.Tensor, torch.Tensor], ...], Sequence[torch.Tensor]]:
     """
     Phase 1 for several mixers in one read of the sources, nothing if one of the mixers has to be called for it; and
     the sources, from where later readers shall have them.
     """
-    if not all(map(is_bare_mixer, mixers)):
+    bare = [mixer for mixer in mixers if is_bare_mixer(mixer)]
+    if len(bare) < len(mixers):
         return (), sources
     outputs, log_sum_exps, sources = attn_res_phase_1(
         sources,
-        [mixer.pseudo_query for mixer in mixers],
-        [mixer.norm.weight for mixer in mixers],
-        eps=mixers[0].eps,
-        impl=mixers[0].impl,
+        [mixer.pseudo_query for mixer in bare],
+        [mixer.norm.weight for mixer in bare],
+        eps=bare[0].eps,
+        impl=bare[0].impl,
     )
     return tuple(zip(outputs, log_sum_exps, strict=True)), sources
 
@@ -210,15 +215,13 @@ class AttnResLayer(DecoderLayer):
     comes after it where the block ends before the attention; then the weights. The first attention has nothing to mix.
     """
 
-    # absent where there is nothing to mix
-    attn_mixer: Any
-    mlp_mixer: Any
-
     def __init__(self, config: PreTrainedConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         self.is_additive = config.attnres_routing == "additive"
-        mixer_class = AttnResAddition if self.is_additive else AttnResMixer
-        self.register_module("attn_mixer", None if self.is_additive and layer_idx == 0 else mixer_class(config))
+        mixer_class: type[AttnResSite] = AttnResAddition if self.is_additive else AttnResMixer
+        self.mixes_for_attention = layer_idx > 0 or not self.is_additive
+        if self.mixes_for_attention:
+            self.attn_mixer = mixer_class(config)
         self.mlp_mixer = mixer_class(config)
         counts = config.num_finished_sources[2 * layer_idx : 2 * layer_idx + 3]
         self.num_sources = counts[0]
@@ -306,14 +309,13 @@ class AttnResLayer(DecoderLayer):
         """The forward with additive routing; the keywords are those of the attention."""
         *finished, current = sources if self.restarts else (*sources, None)
         mixed, weights = stream, None
-        if self.attn_mixer is None:
-            if output_depth_weights:
-                weights = stream.new_ones((*stream.shape[:-1], 1), dtype=torch.float32)
-        else:
+        if self.mixes_for_attention:
             # without restarts the stream itself is the last source
             mixed, weights = self.attn_mixer(
                 stream, (*finished, stream if current is None else current), output_depth_weights
             )
+        elif output_depth_weights:
+            weights = stream.new_ones((*stream.shape[:-1], 1), dtype=torch.float32)
         depth_weights = [weights]
         update = self.attend_normalised(self.normalise(0, mixed), **kwargs).to(stream.dtype)
         stream = stream + update
@@ -406,7 +408,7 @@ class AttnResLedger(Ledger):
         if is_recomputed or not (torch.is_grad_enabled() or sources[0].shape[1] == 1):
             return {}, sources
         sites = [site for site, count in enumerate(model.num_sources) if count == len(sources)]
-        mixers = []
+        mixers: list[nn.Module] = []
         for site in sites:
             if site == 2 * len(model.layers):
                 mixers.append(model.output_mixer)
@@ -457,7 +459,7 @@ class AttnResStart(DepthPreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)
-        if isinstance(module, AttnResMixer):
+        if isinstance(module, AttnResSite):
             init.zeros_(module.pseudo_query)
             if module.recency_bias is not None:
                 init.constant_(module.recency_bias, module.recency_bias_start)
@@ -470,19 +472,21 @@ class AttnResDecoder(DepthDecoderModel):
     Its `hidden_states` are the running sums that the layers get, the embedding first, and last the final state: mixed
     and normalised. With additive routing they are the residual stream, as in the vanilla model.
     """
+    ledger_class = AttnResLedger
     layer_class: ClassVar[type[AttnResLayer]]
-
-    def ledger_class(self, model, embeddings, kwargs) -> Ledger:  # type: ignore[override]
-        """The ledger of a call, which the routing decides."""
-        made = AdditiveLedger if self.is_additive else AttnResLedger
-        return made(model, embeddings, kwargs)
 
     def add_modules(self, config: PreTrainedConfig) -> None:
         self.is_additive = config.attnres_routing == "additive"
+        # what is added to the stream is in it already when the final norm reads it
         if not self.is_additive:
             self.output_mixer = AttnResMixer(config)
         self.num_sources = config.num_finished_sources
         self.restarts = config.attnres_variant != "cumulative"
+
+    def open_ledger(self, embeddings: torch.Tensor, kwargs: dict[str, Any]) -> Ledger:
+        if self.is_additive:
+            return AdditiveLedger(self, embeddings, kwargs)
+        return super().open_ledger(embeddings, kwargs)
 
     def handed_on_per_token(self) -> int:
         return (1 + max(self.num_sources)) * self.config.hidden_size

@@ -8,6 +8,7 @@ layers can go over a prompt in pieces. What they hand each other besides hidden 
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,29 @@ logger = logging.get_logger(__name__)
 # what layers may hand each other at once before "auto" cuts a prompt
 HANDED_ON_BYTES = 512 * 2**20
 LEAST, MOST, STEP = 1024, 16384, 256
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a call that can run in chunks gives for its tokens, and the KV cache that takes them."""
+
+    num_tokens: int
+    input_ids: torch.Tensor | None
+    inputs_embeds: torch.Tensor | None
+    attention_mask: torch.Tensor | None
+    position_ids: torch.Tensor | None
+    cache: DynamicCache
+
+    def part(self, begin: int, end: int) -> dict[str, torch.Tensor | None]:
+        """What a forward of the tokens from `begin` to `end` gets for these tokens only."""
+        return {
+            name: None if whole is None else whole[:, begin:end]
+            for name, whole in (
+                ("input_ids", self.input_ids),
+                ("inputs_embeds", self.inputs_embeds),
+                ("position_ids", self.position_ids),
+            )
+        }
 
 
 def cuts_long_prompts(forward: Callable) -> Callable:
@@ -53,13 +77,15 @@ def cuts_long_prompts(forward: Callable) -> Callable:
         ):
             cached = self.config.use_cache if use_cache is None else use_cache
             cache = DynamicCache(config=self.config) if cached and past_key_values is None else past_key_values
-            obstacle = chunk_obstacle(self, attention_mask, position_ids, cache, kwargs)
-            if obstacle is None:
+            prompt = prompt_or_obstacle(
+                self, tokens.shape[1], input_ids, inputs_embeds, attention_mask, position_ids, cache, kwargs
+            )
+            if isinstance(prompt, Prompt):
                 call = functools.partial(forward, self, use_cache=True, **kwargs)
-                return _in_chunks(self, call, size, input_ids, inputs_embeds, attention_mask, position_ids, cache)
+                return _in_chunks(self, call, size, prompt)
             if self.config.prefill_chunk_tokens != "auto" and not torch.is_grad_enabled():
                 logger.warning_once(
-                    f"prefill_chunk_tokens={self.config.prefill_chunk_tokens}: not followed in this call, {obstacle}."
+                    f"prefill_chunk_tokens={self.config.prefill_chunk_tokens}: not followed in this call, {prompt}."
                 )
         return forward(
             self,
@@ -86,14 +112,17 @@ def chunk_size(model: "DepthDecoderModel", batch: int, tokens: int) -> int:
     return min(max(HANDED_ON_BYTES // per_token // STEP * STEP, LEAST), MOST)
 
 
-def chunk_obstacle(
+def prompt_or_obstacle(
     model: "DepthDecoderModel",
+    num_tokens: int,
+    input_ids: torch.Tensor | None,
+    inputs_embeds: torch.Tensor | None,
     attention_mask: torch.Tensor | dict[str, torch.Tensor] | None,
     position_ids: torch.Tensor | None,
     cache: Cache | None,
     kwargs: dict[str, Any],
-) -> str | None:
-    """Why a call cannot run in chunks with the same results; None if it can."""
+) -> Prompt | str:
+    """The prompt of a call that can run in chunks with the same results; why it cannot, if it cannot."""
     if torch.is_grad_enabled():
         return "since gradients are wanted"
     if torch.compiler.is_compiling():
@@ -116,41 +145,27 @@ def chunk_obstacle(
         return "since it has further tensors, or is to return a tuple"
     if any(hasattr(layer, "_hf_hook") for layer in model.layers):
         return "since weights that are offloaded would be moved for each chunk"
-    return None
+    return Prompt(num_tokens, input_ids, inputs_embeds, attention_mask, position_ids, cache)
 
 
 def _in_chunks(
     model: "DepthDecoderModel",
     call: Callable[..., "DepthModelOutputWithPast"],
     size: int,
-    input_ids: torch.Tensor | None,
-    inputs_embeds: torch.Tensor | None,
-    attention_mask: torch.Tensor | None,
-    position_ids: torch.Tensor | None,
-    cache: Cache,
+    prompt: Prompt,
 ) -> "DepthModelOutputWithPast":
-    tokens = (input_ids if inputs_embeds is None else inputs_embeds).shape[1]
-    past = cache.get_seq_length()
-    unmasked = attends_to_all_before(model, attention_mask)
+    past = prompt.cache.get_seq_length()
+    unmasked = attends_to_all_before(model, prompt.attention_mask)
     outputs = []
-    for begin in range(0, tokens, size):
-        end = min(begin + size, tokens)
-        part = slice(begin, end)
-        mask = attention_mask if attention_mask is None else attention_mask[:, : past + end]
+    for begin in range(0, prompt.num_tokens, size):
+        end = min(begin + size, prompt.num_tokens)
+        mask = None if prompt.attention_mask is None else prompt.attention_mask[:, : past + end]
         # a mask of all pairs would be large, and keeps torch from its fastest kernels
         if unmasked and past + begin > 0 and end - begin > 1:
             mask = causal_lower_right(end - begin, past + end)
-        outputs.append(
-            call(
-                input_ids=None if input_ids is None else input_ids[:, part],
-                inputs_embeds=None if inputs_embeds is None else inputs_embeds[:, part],
-                attention_mask=mask,
-                position_ids=None if position_ids is None else position_ids[:, part],
-                past_key_values=cache,
-            )
-        )
+        outputs.append(call(attention_mask=mask, past_key_values=prompt.cache, **prompt.part(begin, end)))
     last = outputs[-1]
-    last.last_hidden_state = torch.cat([each.last_hidden_state for each in outputs], dim=1)
+    last["last_hidden_state"] = torch.cat([each["last_hidden_state"] for each in outputs], dim=1)
     # of the depth weights it is the last dimension but one that counts tokens
     for name, dim in ("hidden_states", 1), ("depth_weights", -2):
         if name in last:

@@ -164,9 +164,12 @@ def attn_res_additive(
     if way is not Route.KERNEL:
         return attn_res_additive_reference(stream, sources, pseudo_query, norm_weight, bias=bias, **options)
     # by the same kernel, so that its difference from the mix is zero where the weights are equal
+    equal, no_gain, no_bias = (
+        torch.zeros_like(pseudo_query),
+        *(None if each is None else torch.zeros_like(each) for each in (norm_weight, bias)),
+    )
     mix = attn_res(sources, pseudo_query, norm_weight, bias=bias, **options, impl=impl)
-    gain, number = (None if each is None else torch.zeros_like(each) for each in (norm_weight, bias))
-    mean = attn_res(sources, torch.zeros_like(pseudo_query), gain, bias=number, **options, impl=impl)
+    mean = attn_res(sources, equal, no_gain, bias=no_bias, **options, impl=impl)
     return (stream + (mix - mean)).to(stream.dtype)
 
 

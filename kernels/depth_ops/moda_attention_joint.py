@@ -120,20 +120,21 @@ def joint_backward(
     """
     query, key, value, keys, values, depth_query, attention_mask, gate = inputs
     output, log_sum_exp, *parts = outputs
-    sequence_grad, sequence_output, sequence_lse, gate_grads = output_grad, output, log_sum_exp, []
+    sequence_grad, sequence, sequence_lse = output_grad, output, log_sum_exp
+    gate_grads: list[Tensor] = []
     if gate is not None:
-        sequence_output, sequence_lse, output = parts
-        sequence_grad, sequence_output, sequence_lse, gate_grad = _ungated(
-            output_grad, gate, sequence_output, sequence_lse, output, log_sum_exp
+        sequence, sequence_lse, output = parts
+        sequence_grad, sequence, sequence_lse, gate_grad = _ungated(
+            output_grad, gate, sequence, sequence_lse, output, log_sum_exp
         )
-        gate_grads = [gate_grad]
+        gate_grads.append(gate_grad)
         share_H11 = gate.to(gate_grad.dtype)[:, None, None]
         output_grad = in_token_order((output_grad * share_H11).to(output_grad.dtype))
     with without_autocast(query):
         query_grad, key_grad, value_grad = map(
             in_token_order,
             sequence_attention_backward(
-                sequence_grad, query, key, value, sequence_output, sequence_lse, attention_mask, scaling, is_causal
+                sequence_grad, query, key, value, sequence, sequence_lse, attention_mask, scaling, is_causal
             ),
         )
         grads = [query_grad, key_grad, value_grad]

@@ -283,7 +283,8 @@ class _Read(torch.autograd.Function):
             totals, fresh = stream._grads_of(*ctx.span)
             here = totals if keys.device == totals[0].device else [torch.zeros_like(x) for x in (keys, values)]
             read = (query, key, value, keys, values, depth_query, attention_mask, gate)
-            query_grads = joint_backward(*(output_grad, read, outputs, *ctx.constants, here, fresh))
+            scaling, is_causal, implementation = ctx.constants
+            query_grads = joint_backward(output_grad, read, outputs, scaling, is_causal, implementation, here, fresh)
             if here is not totals:
                 for total, grad in zip(totals, here, strict=True):
                     total[:fresh] = grad[:fresh].to(total)

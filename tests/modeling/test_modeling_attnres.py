@@ -17,7 +17,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from depthmix import AttnResConfig, AttnResForCausalLM, AttnResForSequenceClassification
 from depthmix.kernels import attn_res_phase_1
 from depthmix.modeling import modeling_attnres
-from depthmix.modeling.modeling_attnres import AttnResMixer
+from depthmix.modeling.modeling_attnres import AttnResMixer, AttnResSite
 
 
 LLAMA = {"use_qk_norm": False, "attention_bias": True, "mlp_bias": True}
@@ -71,7 +71,7 @@ class TestZeroQueries:
     def put_to_sleep(model):
         with torch.no_grad():
             for mixer in model.modules():
-                if isinstance(mixer, AttnResMixer):
+                if isinstance(mixer, AttnResSite):
                     mixer.pseudo_query.zero_()
         return model
 
