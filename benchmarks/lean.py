@@ -53,6 +53,7 @@ SYSTEMS = {
     "vanilla, lean": System("fused vanilla", "liger"),
     "Depth-Attention": System("Depth-Attention"),
     "Depth-Attention, lean": System("Depth-Attention", "liger"),
+    "Depth-Attention with gates, lean": System("Depth-Attention, gates", "liger"),
     "Depth-Attention, lean by torch": System("Depth-Attention", "torch"),
     "AttnRes Block, lean": System("AttnRes", "liger"),
     "AttnRes Full, lean": System("AttnRes Full", "liger"),

@@ -32,6 +32,7 @@ MODELS = {
     # of the release: its q/k norms, and no mixing
     "control": (DepthQwen3ForCausalLM, DepthQwen3Config, {"depth_stride": 0, "key_norm_position": "after_rope"}),
     "Depth-Attention": (DepthQwen3ForCausalLM, DepthQwen3Config, {}),
+    "Depth-Attention, gates": (DepthQwen3ForCausalLM, DepthQwen3Config, {"depth_gate": True}),
     "looped vanilla": (DepthQwen3ForCausalLM, DepthQwen3Config, {"depth_stride": 0, "num_loops": 2}),
     "looped Depth-Attention": (DepthQwen3ForCausalLM, DepthQwen3Config, {"num_loops": 2}),
     "AttnRes": (AttnResForCausalLM, AttnResConfig, {"attnres_variant": "block"}),
@@ -108,7 +109,10 @@ SIZES = {
 }
 
 # those to be measured, unless others are asked for
-_ON_REQUEST = ("control", "looped vanilla", "looped Depth-Attention", "AttnRes Full", "DenseFormer", "mHC")
+_ON_REQUEST = (
+    *("control", "Depth-Attention, gates", "looped vanilla", "looped Depth-Attention", "AttnRes Full", "DenseFormer"),
+    "mHC",
+)
 SELECTED = [name for name in MODELS if name not in _ON_REQUEST]
 
 

@@ -209,7 +209,7 @@ def test_on_another_device_than_the_current():
 
 @pytest.mark.parametrize("case", ["group of 8", "group of 5", "widest heads", "later tokens", "later tokens in fp32"])
 def test_gate(case):
-    """The blend by its gradients, and its ends to the last bit; twice the same."""
+    """The blend by its gradients, and its ends to the last bit; in 16 bits twice the same."""
     *shape, dtype, _ = CASES[case]
     tensors = inputs(*shape, dtype=dtype)
     heads = tensors[0].shape[1]
@@ -223,7 +223,9 @@ def test_gate(case):
 
     leaves = [*tensors, gates.to(dtype)]
     results = [run(leaves, "triton", call=gated) for _ in range(2)]
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    # torch's memory-efficient attention, which fp32 takes, adds gradients up in any order
+    if dtype is not torch.float32:
+        assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
     exact, plain = (run(leaves, "reference", each, call=gated) for each in (torch.float64, None))
     for i, tensor in enumerate(exact):
         allowed, error = (((x[i].double() - tensor).norm() / tensor.norm()) for x in (plain, results[0]))
