@@ -79,7 +79,7 @@ class DepthMixingFields:
     prefill_chunk_tokens (`int` or `"auto"`, *optional*, defaults to `"auto"`):
         How many tokens of a prompt the layers take at a time when no gradients are wanted and there is a
         `DynamicCache`. What they hand each other exists for these only, and results differ by rounding. `"auto"`
-        cuts a prompt where that would take more than 512 MiB, into chunks for which it does not; None never does.
+        cuts a prompt where that would take more than 8 GiB, into chunks for which it takes 512 MiB; None never does.
     """
 
     if TYPE_CHECKING:

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
-# what layers may hand each other at once before "auto" cuts a prompt
-HANDED_ON_BYTES = 512 * 2**20
+# What layers may hand each other for a whole prompt before "auto" cuts it, and then for a chunk. Later chunks attend
+# with a slower kernel of torch's, so that a prompt is cut only where it saves much.
+WHOLE_BYTES, CHUNK_BYTES = 8 * 2**30, 512 * 2**20
 LEAST, MOST, STEP = 1024, 16384, 256
 
 
@@ -107,9 +108,9 @@ def chunk_size(model: "DepthDecoderModel", batch: int, tokens: int) -> int:
     if size is None or isinstance(size, int):
         return tokens if size is None else size
     per_token = batch * model.handed_on_per_token() * model.embed_tokens.weight.element_size()
-    if per_token * tokens <= HANDED_ON_BYTES:
+    if per_token * tokens <= WHOLE_BYTES:
         return tokens
-    return min(max(HANDED_ON_BYTES // per_token // STEP * STEP, LEAST), MOST)
+    return min(max(CHUNK_BYTES // per_token // STEP * STEP, LEAST), MOST)
 
 
 def prompt_or_obstacle(

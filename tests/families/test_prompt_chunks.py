@@ -141,15 +141,21 @@ def test_auto_cuts_where_it_would_take_much(pieces, monkeypatch):
     assert model.config.prefill_chunk_tokens == "auto"
     per_token = 2 * model.model.handed_on_per_token() * 4
     assert per_token == 2 * 4 * 64 * 4
-    for name, value in {"LEAST": 2, "MOST": 6, "STEP": 2, "HANDED_ON_BYTES": 5 * per_token}.items():
+    for name, value in {
+        "LEAST": 2,
+        "MOST": 6,
+        "STEP": 2,
+        "WHOLE_BYTES": 6 * per_token,
+        "CHUNK_BYTES": 5 * per_token,
+    }.items():
         monkeypatch.setattr(prompt_chunks, name, value)
     with torch.no_grad():
-        model(ids_of(2, 5))
+        model(ids_of(2, 6))
         assert not pieces
         model(ids_of(2, 9))
         assert pieces == [4, 4, 1]
         # a prompt that fits is not cut for a smaller batch
-        model(ids_of(1, 10))
+        model(ids_of(1, 12))
         assert len(pieces) == 3
 
 
