@@ -48,6 +48,12 @@ BACKBONE_FIELDS = {
         "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
     },
 }
+# stock models that the backbone `dense` stands for, with what is peculiar to each
+DENSE_SOURCES = {
+    "qwen3": BACKBONE_FIELDS["qwen3"],
+    "qwen2": BACKBONE_FIELDS["qwen2"],
+    "llama": BACKBONE_FIELDS["llama"] | {"head_dim": 24},
+}
 # with these fields a new model computes what its vanilla one does: bit for bit, or up to rounding
 VANILLA_FIELDS = {
     "depth_attention": {"depth_stride": 0},

@@ -149,6 +149,7 @@ def test_options_on_the_command_line(olmo2_source, tmp_path, capsys):
         "moda_depth_key_mode": "reader_norm",
         "moda_norm_style": "olmo2",
         "moda_depth_window": 2,
+        "moda_gate": True,
     }
     assert "new model.layers.*.attn_depth_kv_proj.weight (3)" in capsys.readouterr().out
     main(["inspect", str(dest)])
@@ -160,7 +161,7 @@ def test_options_on_the_command_line(olmo2_source, tmp_path, capsys):
 def test_inspect(olmo2_source):
     conversions = inspect_checkpoint(olmo2_source()).conversions
     fields = "moda_attn_slots=True, moda_ffn_slots=True, moda_attn_depth_proj=False, moda_depth_key_mode='sequence'"
-    said = f"yes, to moda_olmo2, with {fields}, moda_depth_window=None unless asked otherwise."
+    said = f"yes, to moda_olmo2, with {fields}, moda_depth_window=None, moda_gate=True unless asked otherwise."
     assert conversions["moda"].startswith(said)
     assert all(outcome.startswith("yes, to ") and "_olmo2, " in outcome for outcome in conversions.values())
 

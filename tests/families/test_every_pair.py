@@ -10,6 +10,7 @@ from family_models import (
     AWAKE_FIELDS,
     BACKBONE_FIELDS,
     CACHE_NAME,
+    DENSE_SOURCES,
     ROUNDED,
     TINY,
     TOLERANCE,
@@ -30,13 +31,6 @@ from depthmix.families import FAMILIES
 
 # one pair of each method on its first backbone is checked elsewhere in depth; these are all
 EVERY_PAIR = pytest.mark.parametrize("pair", FAMILIES.values(), ids=FAMILIES)
-
-# stock models that the backbone `dense` stands for, with what is peculiar to each
-DENSE_SOURCES = {
-    "qwen3": BACKBONE_FIELDS["qwen3"],
-    "qwen2": BACKBONE_FIELDS["qwen2"],
-    "llama": BACKBONE_FIELDS["llama"] | {"head_dim": 24},
-}
 
 
 @pytest.fixture
@@ -194,7 +188,7 @@ def test_converted_from_vanilla(pair, source, tmp_path):
         expected = vanilla(ids, **given).logits
         # with tied embeddings logits are many times as large as others
         rounds = pair.method in ROUNDED or pair.backbone.has_experts
-        tolerance = max(1e-5, 1e-6 * expected.abs().max().item()) if rounds else 0
+        tolerance = max(1e-5, 2e-6 * expected.abs().max().item()) if rounds else 0
         torch.testing.assert_close(loaded.eval()(ids, **given).logits, expected, atol=tolerance, rtol=0)
     # as it was published, and by its model type; saving again gives the same tensors
     convert(tmp_path / "vanilla", tmp_path / "published", retrofit=False, **options | {"to": pair.model_type})

@@ -17,7 +17,7 @@ import depthmix.modeling
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("benchmarks", "configuration", "conversion", "depthmix", "examples", "kernels", "modeling")
 # bases that leave the forward to what derives from them
-WITHOUT_FORWARD = ("DecoderLayer", "MixingModule")
+WITHOUT_FORWARD = ("AttnResSite", "DecoderLayer", "MixingModule")
 MODELS = [name for name in depthmix.__all__ if hasattr(getattr(depthmix, name), "forward")]
 
 
