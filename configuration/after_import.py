@@ -1,6 +1,7 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """Doing something with a module of another package once it has been imported, without importing it."""
 
+import contextlib
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -17,7 +18,9 @@ class _AfterImport(MetaPathFinder):
     def find_spec(self, fullname, path=None, target=None):
         if fullname != self.module:
             return None
-        sys.meta_path.remove(self)
+        # of several threads that look for the module one was the first
+        with contextlib.suppress(ValueError):
+            sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is None or spec.loader is None:
             return None

@@ -7,6 +7,7 @@ Importing this module needs transformers, not torch.
 """
 
 import textwrap
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -166,6 +167,9 @@ Raises:
         checkpoint has to be converted."""
 
 
+_MAKING = threading.RLock()
+
+
 class ConfigurationClasses:
     """
     The configuration classes of a method: one for each backbone, made when it is asked for.
@@ -217,8 +221,10 @@ class ConfigurationClasses:
 
     def of(self, backbone: Backbone) -> type[PreTrainedConfig]:
         """The configuration class of the method on a backbone."""
-        if backbone.model_type not in self._made:
-            self._made[backbone.model_type] = self._make(backbone)
+        # a class is made once, whichever threads ask for it
+        with _MAKING:
+            if backbone.model_type not in self._made:
+                self._made[backbone.model_type] = self._make(backbone)
         return self._made[backbone.model_type]
 
     def module_getattr(self) -> Callable[[str], type[PreTrainedConfig]]:

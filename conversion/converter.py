@@ -215,7 +215,7 @@ def convert(
         destination=dest,
         config_changes=config_changes,
         function_note=translated.function_note,
-        retrofit=_is_retrofit(opened, target, translated, retrofit),
+        retrofit=_is_retrofit(opened, target, translated, retrofit, plan.learns),
         kept=plan.kept,
         renamed=plan.renamed,
         dropped=plan.dropped,
@@ -310,7 +310,7 @@ def inspect_checkpoint(
             made = translated.config
             fields = ", ".join(f"{name}={getattr(made, name)!r}" for name in target.options if hasattr(made, name))
             stock_config = translated.stock_config
-            start = describe_start(_is_retrofit(opened, target, translated, None))
+            start = describe_start(_is_retrofit(opened, target, translated, None, True))
             note = f"{start} {translated.function_note}"
             conversions[target.name] = f"yes, to {made.model_type}, with {fields} unless asked otherwise. {note}"
             warnings += [*translated.warnings, *plan.warnings]
@@ -351,12 +351,15 @@ def _open_source(folder: Path) -> _OpenedSource:
 
 
 def _is_retrofit(
-    opened: _OpenedSource, target: ConversionTarget, translated: TranslatedConfig, retrofit: bool | None
+    opened: _OpenedSource, target: ConversionTarget, translated: TranslatedConfig, retrofit: bool | None, learns: bool
 ) -> bool | None:
-    """Whether a vanilla source becomes a retrofit; None for a source with trained mixing."""
+    """
+    Whether a vanilla source becomes a retrofit, which has its function and parameters (`learns`) that can leave it;
+    None for a source with trained mixing.
+    """
     if target.sources[opened.layout.name].retrofit_fields is None:
         return None
-    return retrofit is not False and translated.keeps_function
+    return retrofit is not False and translated.keeps_function and learns
 
 
 def _plan_conversion(
@@ -388,6 +391,7 @@ def _plan_conversion(
             f"retrofit=True: {opened.checkpoint.folder} is {layout.title}, and must be a vanilla model. "
             "Leave it out to convert this one as it was trained."
         )
+    given = ", ".join(f"{name}={value!r}" for name, value in options.items()) or "this one"
     if accepted.retrofit_fields is not None and retrofit is not False:
         options = accepted.retrofit_fields(options) | options
     check_layers(opened.checkpoint, opened.config.get("num_hidden_layers"))
@@ -403,10 +407,13 @@ def _plan_conversion(
     if plan.function_note is not None:
         translated = replace(translated, function_note=plan.function_note, keeps_function=False)
     if retrofit and not translated.keeps_function:
-        given = ", ".join(f"{name}={value!r}" for name, value in options.items())
         raise ConversionError(
-            f"retrofit=True: must keep the function of the source, which is lost with {given or 'this one'}. "
+            f"retrofit=True: must keep the function of the source, which is lost with {given}. "
             f"{translated.function_note}"
+        )
+    if retrofit and not plan.learns:
+        raise ConversionError(
+            f"retrofit=True: must have parameters that training can move, and there are none with {given}."
         )
     return translated, plan
 

@@ -32,7 +32,8 @@ _LEAST_TENSORS = 9
 class TensorPlan:
     """
     The tensors to write, in the model's order, and how they came about (by target name; dropped by source name).
-    `function_note` is set if the tensors, and not the configuration, decide whether the function stays the same.
+    `function_note` is set if the tensors, and not the configuration, decide whether the function stays the same;
+    `learns` says whether there are new parameters of the mixing.
     """
 
     writes: list[TensorWrite] = field(default_factory=list)
@@ -42,6 +43,7 @@ class TensorPlan:
     dropped: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     function_note: str | None = None
+    learns: bool = False
 
 
 def plan_tensors(
@@ -117,6 +119,7 @@ def plan_tensors(
                 make = partial(lambda name: start_values()[name](), name)
                 plan.writes.append(TensorWrite.from_function(name, make, new_dtype, shape))
             plan.new.append(name)
+            plan.learns |= name in kept_in_fp32
         elif stored is None:
             problems.append(f"{weight_map.to_source(name)} {_where_missing(name, model_class, checkpoint)}")
         # a scalar of the source may be one element in the target, since FSDP2 shards no scalars, and the weight of a

@@ -8,6 +8,7 @@ library that they need may just be on the way.
 """
 
 import functools
+import threading
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -29,6 +30,10 @@ def register_when_used() -> None:
         after_import(module, part)
 
 
+# one thread fills, and others wait until it has
+_FILLING = threading.RLock()
+
+
 class _LateContent(dict):
     """
     What has been registered with an Auto class, for its `_extra_content`. It is filled when it is first used, and a
@@ -38,11 +43,16 @@ class _LateContent(dict):
     def __init__(self, content: dict, fill: Callable[[dict], None]):
         super().__init__(content)
         self.fill: Callable[[dict], None] | None = fill
+        self.is_full = False
 
     def _filled(self) -> "_LateContent":
-        fill, self.fill = self.fill, None
-        if fill is not None:
-            fill(self)
+        if not self.is_full:
+            with _FILLING:
+                fill, self.fill = self.fill, None
+                # what fills it asks for its content, too
+                if fill is not None:
+                    fill(self)
+                    self.is_full = True
         return self
 
     def __getitem__(self, key):

@@ -12,7 +12,8 @@ activation checkpointing, offloading and FSDP see tensors only; they copy or det
 import functools
 import logging
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -560,7 +561,12 @@ class DepthPreTrainedModel(Base):
         """
         if kwargs.get("state_dict") is None and kwargs.get("gguf_file") is None:
             check_saved_shapes(cls.config_class, pretrained_model_name_or_path, config, kwargs)
-        return super().from_pretrained(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
+        asked = kwargs.pop("output_loading_info", False)
+        model, found = super().from_pretrained(
+            pretrained_model_name_or_path, *model_args, config=config, output_loading_info=True, **kwargs
+        )
+        check_gates(pretrained_model_name_or_path, found)
+        return (model, found) if asked else model
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
@@ -605,6 +611,22 @@ def check_saved_shapes(config_class: Any, source: Any, config: Any, overrides: d
             )
 
 
+def check_gates(source: Any, found: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        `ValueError`: if a checkpoint has gates that the model does not have, so that its mixing would be open where
+            they may be closed. `found` is what the host library says of loading.
+    """
+    dropped = sorted(name for name in found["unexpected_keys"] if ".depth_gate." in name)
+    if dropped:
+        raise ValueError(
+            f"{source} has {dropped[0]}, of {len(dropped)} gates that a model with this configuration does not have. "
+            "Its fields must be those that the gates were trained with: depth_gate or moda_gate, and what decides "
+            "which layers mix."
+        )
+
+
+_MAKING = threading.RLock()
 ENDINGS = ("DecoderLayer", "PreTrainedModel", "Model", "ForCausalLM", "ForSequenceClassification")
 
 
@@ -643,7 +665,10 @@ class ModelClasses:
             backbone = self.configurations.find(name, ENDINGS)
             if backbone is None:
                 raise AttributeError(f"module {self.module!r} has no attribute {name!r}")
-            members.update(self.make(backbone))
+            # classes are made once, whichever threads ask for them
+            with _MAKING:
+                if name not in members:
+                    members.update(self.make(backbone))
             made: type = members[name]
             return made
 

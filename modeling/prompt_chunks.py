@@ -16,6 +16,8 @@ from torch.nn.attention.bias import causal_lower_right
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import logging
 
+from depthmix.configuration.configuration_depth_common import check_count
+
 
 if TYPE_CHECKING:
     from .depth_decoder import DepthDecoderModel, DepthModelOutputWithPast
@@ -105,8 +107,12 @@ def cuts_long_prompts(forward: Callable) -> Callable:
 def chunk_size(model: "DepthDecoderModel", batch: int, tokens: int) -> int:
     """How many tokens a chunk has; `tokens` where a prompt of so many is not cut."""
     size = model.config.prefill_chunk_tokens
-    if size is None or isinstance(size, int):
-        return tokens if size is None else size
+    if size is None:
+        return tokens
+    if size != "auto":
+        # it may have been set after the configuration was checked
+        check_count("prefill_chunk_tokens", size)
+        return size
     per_token = batch * model.handed_on_per_token() * model.embed_tokens.weight.element_size()
     if per_token * tokens <= WHOLE_BYTES:
         return tokens

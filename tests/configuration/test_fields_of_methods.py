@@ -131,6 +131,22 @@ def test_an_override_with_other_tensors_is_refused(model_type, tmp_path, monkeyp
         assert getattr(AutoModelForCausalLM.from_config(changed).config, name) == value
 
 
+@pytest.mark.parametrize(("model_type", "field"), [("depth_qwen3", "depth_gate"), ("moda_olmo2", "moda_gate")])
+def test_gates_are_not_lost(model_type, field, tmp_path):
+    """By another number of sources, or by a configuration that was changed after building and then saved."""
+    model = build(model_type, **{field: True})
+    model.save_pretrained(tmp_path / "gated")
+    if field == "depth_gate":
+        with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.depth_gate\.weight, of 3 gates"):
+            AutoModelForCausalLM.from_pretrained(tmp_path / "gated", depth_stride=0)
+    setattr(model.config, field, False)
+    model.save_pretrained(tmp_path / "changed")
+    with pytest.raises(ValueError, match="gates that a model with this configuration does not have"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "changed")
+    _, found = AutoModelForCausalLM.from_pretrained(tmp_path / "gated", output_loading_info=True)
+    assert not any(found.values())
+
+
 def test_a_vanilla_checkpoint_has_no_tensors_of_the_method_yet(tmp_path):
     Qwen3ForCausalLM(Qwen3Config(**SIZES)).save_pretrained(tmp_path)
     model = depthmix.MHCForCausalLM.from_pretrained(tmp_path, mhc_num_streams=3)

@@ -163,3 +163,7 @@ def test_auto_cuts_where_it_would_take_much(pieces, monkeypatch):
 def test_values_that_are_refused(value):
     with pytest.raises(Exception, match="prefill_chunk_tokens"):
         new_awake("attnres", prefill_chunk_tokens=value)
+    model, _ = new_awake("attnres")
+    with pytest.raises(Exception, match="prefill_chunk_tokens"), torch.no_grad():
+        model.config.prefill_chunk_tokens = value
+        model(ids_of(1, 9))

@@ -253,3 +253,15 @@ def test_only_the_mixing_is_trained(vanilla, tmp_path):
     assert sum(p.numel() for p in group["params"]) == 3 * 2
     losses, _ = train(model, 15, mixing_lr=0.1)
     assert losses[12] < losses[0] - 1e-3
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [("value_residual", {"value_residual_learnable": False}), ("depth_attention", {"depth_stride": 0})],
+)
+def test_what_cannot_learn_is_no_retrofit(method, options, vanilla, tmp_path):
+    report = convert(vanilla("qwen3"), tmp_path / "same", to=method, progress=False, **options)
+    assert report.retrofit is False
+    with pytest.raises(ConversionError, match="retrofit=True: must have parameters that training can move"):
+        convert(vanilla("qwen3"), tmp_path / "asked", to=method, retrofit=True, progress=False, **options)
+    assert not (tmp_path / "asked").exists()

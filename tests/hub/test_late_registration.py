@@ -25,6 +25,16 @@ CODE = {
         f"config = AutoConfig.for_model('mhc', {SIZES})\n"
         "assert type(AutoModel.from_config(config)) is depthmix.MHCModel\n"
     ),
+    "several threads at once": (
+        "import threading, depthmix\nfrom transformers import AutoConfig, AutoModelForCausalLM\nmade = []\n"
+        "def make():\n"
+        f"    config = AutoConfig.for_model('depth_olmo2', {SIZES})\n"
+        "    made.append(type(AutoModelForCausalLM.from_config(config)))\n"
+        "threads = [threading.Thread(target=make) for _ in range(6)]\n"
+        "for each in threads: each.start()\n"
+        "for each in threads: each.join()\n"
+        "assert made == 6 * [depthmix.DepthOlmo2ForCausalLM], made\n"
+    ),
     "only a configuration, from its own module": (
         "from depthmix.configuration.configuration_attnres import AttnResConfig\n"
         "import os, sys\nAttnResConfig().save_pretrained(sys.argv[1])\n"
