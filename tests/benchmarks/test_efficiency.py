@@ -38,6 +38,7 @@ def read_rows(path):
     return list(csv.DictReader(line for line in lines if not line.startswith("#")))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_tiny(tmp_path):
     # a process of its own, since the command changes tables of its modules

@@ -17,6 +17,7 @@ def run(*arguments):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_tiny(tmp_path):
     rows = ("vanilla", "Depth-Attention", "Depth-Attention, lean by torch@cudnn")
@@ -31,6 +32,7 @@ def test_tiny(tmp_path):
     assert all(float(row["milliseconds"]) > 0 and row["processes"] == "1" for row in found)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_profile():
     result = run("--sizes", "tiny", "--profile", "vanilla", "--lines", 3)

@@ -30,6 +30,7 @@ def slower_version(tmp_path):
     return checkout
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_two_versions(slower_version, tmp_path):
     cases = ("train_step:tiny:Depth-Attention", "train_step:tiny:AttnRes", "train_step:tiny:mHC")

@@ -55,6 +55,13 @@ CODE = {
 }
 
 
-@pytest.mark.parametrize("code", CODE.values(), ids=CODE.keys())
+# each is a process that imports everything, so on the oldest transformers these are the two orders of imports
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param(code, id=name, marks=[] if name.startswith("an Auto class") else [pytest.mark.once])
+        for name, code in CODE.items()
+    ],
+)
 def test_order_of_imports(code, tmp_path):
     subprocess.run([sys.executable, "-c", code, tmp_path / "saved"], check=True)

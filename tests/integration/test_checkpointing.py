@@ -33,6 +33,7 @@ def test_gradients_are_exact(
 
 
 @pytest.mark.interpreter
+@pytest.mark.sampled(2)
 def test_with_kernels(family, build_awake, token_ids, gradients, assert_same_gradients, enable_checkpointing):
     model = build_awake(family, **family.densest, num_hidden_layers=3, depth_impl="triton").train()
     ids = token_ids(1, 5)

@@ -152,7 +152,7 @@ def test_static_cache_decoding(family, build_awake, token_ids, logits_of, counti
 
 
 @pytest.mark.interpreter
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_decoding_with_kernels_reads_weights_of_one_input_together(family, build_awake, token_ids, logits_of):
     """One kernel each: query, key and value; the output; each half of the gated network. Hooked modules are called."""
     model, kernels = build_awake(family, num_hidden_layers=2, depth_impl="triton"), []
@@ -189,7 +189,7 @@ def test_decoding_with_kernels_reads_weights_of_one_input_together(family, build
 
 
 @pytest.mark.interpreter
-@pytest.mark.two_families
+@pytest.mark.sampled(1)
 def test_forwards_replaced_after_compilation_are_called(family, build_awake, token_ids, logits_of):
     model = build_awake(family, num_hidden_layers=2, depth_impl="triton")
     compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="eager")

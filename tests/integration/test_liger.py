@@ -222,7 +222,6 @@ print(type(model).__module__.split(".")[0], output.logits is None)
     ("order", "auto"),
     [
         ("depthmix first", "auto"),
-        ("depthmix first", "trainer"),
         ("liger first", "auto"),
         ("no depthmix", "trainer"),
     ],
