@@ -16,9 +16,10 @@ from depthmix.releases import released_hashes
 from depthmix.version import __version__
 
 from .checkpoint_io import PICKLE_SUFFIXES, find_file, read_json
-from .checkpoint_source import CONFIG_FILE
+from .checkpoint_source import CONFIG_FILE, GENERATION_CONFIG_FILE
 from .errors import ConversionError, raise_problems
 from .plain_text import printable
+from .travelling_files import HUB_GENERATION
 
 
 _CODE_SUFFIXES = (".py", ".pyc", ".pyo", ".pyw", ".pyd", ".so", ".dll", ".dylib", ".pth", ".ipynb", ".sh")
@@ -142,7 +143,10 @@ def _other_problems(folder: Path, auto_map: dict[str, str]) -> Iterator[str]:
             except ConversionError:
                 yield f"{name} is a link that leads out of the folder"
                 continue
-        if path.suffix.lower() in _UNSAFE_SUFFIXES:
+        # opening a pipe would wait for somebody who writes
+        if not path.is_file():
+            yield f"{name} is not a regular file"
+        elif path.suffix.lower() in _UNSAFE_SUFFIXES:
             yield f"{name} can run code when it is opened"
         elif path.name in _NAMING_FILES:
             yield f"{name} can name code that other libraries import"
@@ -165,6 +169,13 @@ def _pointers(name: str, path: Path, auto_map: dict[str, str]) -> Iterator[str]:
             if auto_map.get(auto_class) != reference:
                 yield f"{name}: auto_map of {auto_class} names {reference!r}, which is not depthmix's"
         yield from (f"{name}: auto_map has no {auto_class}" for auto_class in auto_map.keys() - saved.keys())
+    if name == GENERATION_CONFIG_FILE:
+        if not isinstance(content, dict):
+            yield f"{name} must hold an object, not a {type(content).__name__}"
+            return
+        for key, allowed in HUB_GENERATION.items():
+            if content.get(key) not in allowed:
+                yield f"{name}: with {key} set, transformers generates by other people's code on the Hub"
     yield from (f"{name}: {place}" for place in _named_code(content))
 
 

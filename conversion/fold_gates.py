@@ -1,6 +1,7 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """Checkpoints whose gates are all open, written without gates: the same function, in the published form."""
 
+import json
 import os
 import shutil
 
@@ -58,7 +59,8 @@ def fold_gates(folder: str | os.PathLike, dest: str | os.PathLike, *, overwrite:
     config_path = find_file(source, CONFIG_FILE)
     if config_path is None:
         raise ConversionError(f"{source} has no config.json.")
-    config = read_own(read_json(config_path), config_path)
+    content = read_json(config_path)
+    config = read_own(content, config_path)
     field = next((name for name in _FIELDS if getattr(config, name, False)), None)
     if config is None or field is None:
         raise ConversionError(f"{config_path}: must be of a model with gates ({' or '.join(_FIELDS)}: true).")
@@ -90,6 +92,10 @@ def fold_gates(folder: str | os.PathLike, dest: str | os.PathLike, *, overwrite:
             with open(staging / CARD_FILE, "a", encoding="utf-8") as card:
                 card.write(f"\nThe gates of this model were all one and have been left out since (`{field}=False`).\n")
         folded.save_pretrained(staging)
+        written = read_json(staging / CONFIG_FILE)
+        # the class of the model, and what is no field
+        carried = {key: value for key, value in content.items() if key not in written}
+        (staging / CONFIG_FILE).write_text(json.dumps(carried | written, indent=2) + "\n", encoding="utf-8")
         verify_code(staging)
     return gates
 

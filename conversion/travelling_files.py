@@ -35,7 +35,7 @@ _SPECIAL_TOKEN = re.compile(r"\w+_tokens?")
 # backends that run, not what is generated
 _EXECUTION_KEYS = frozenset(("compile_config", "continuous_batching_config"))
 # with values other than these, the host takes the way of generating from other people's code on the Hub
-_HUB_GENERATION = {
+HUB_GENERATION = {
     "penalty_alpha": (None, 0),
     "dola_layers": (None,),
     "diversity_penalty": (None, 0),
@@ -96,8 +96,8 @@ def clean_companions(companions: Mapping[str, Path], texts: Mapping[str, str]) -
 
 
 def _may_configure_generation(key: str, value: Any) -> bool:
-    if key in _HUB_GENERATION:
-        return value in _HUB_GENERATION[key]
+    if key in HUB_GENERATION:
+        return value in HUB_GENERATION[key]
     return key in _generation_keys and key not in _EXECUTION_KEYS
 
 

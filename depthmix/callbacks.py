@@ -8,14 +8,12 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from depthmix.modeling.modeling_depth_attention import DepthGate
-from depthmix.modeling.modeling_moda import SlotGate
-
 
 def gates_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Name and values of each gate that is in use, also below an adapter."""
     for name, module in model.named_modules():
-        if isinstance(module, DepthGate | SlotGate) and not name.endswith("original_module"):
+        # by the attribute, which gates of a saved model's own code have too
+        if getattr(type(module), "is_gate", False) and not name.endswith("original_module"):
             yield name, module.weight
 
 

@@ -6,19 +6,17 @@ from typing import Any
 
 from torch import nn
 
-from depthmix.modeling.mixing_modules import MixingModule
-
 
 def mixing_parameters(model: nn.Module) -> dict[str, bool]:
     """
     The names of the parameters by which layers are mixed, and whether weight decay is meant for each. They are those
     of the instances of `MixingModule`, also where an adapter or a wrapper stands around the model or such a module.
     """
-    # FSDP2 derives a class from that of the module, in which the attributes are found too
+    # by the attribute and not by the class: the code of a saved model has a class of its own, FSDP2 derives another
     return {
         f"{prefix}.{name}" if prefix else name: name in module.decayed_parameters
         for prefix, module in model.named_modules()
-        if isinstance(module, MixingModule)
+        if hasattr(type(module), "decayed_parameters")
         for name in module._parameters
         if module._parameters[name] is not None
     }

@@ -28,6 +28,8 @@ class MixingModule(nn.Module):
     """
 
     decayed_parameters: tuple[str, ...] = ()
+    # whether it says by how much a mix counts, and nothing at zero
+    is_gate = False
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if param is not None and param.dtype in LOW_PRECISION:

@@ -28,6 +28,8 @@ from .transformers_versions import accepts_both_cache_names
 class DepthGate(MixingModule):
     """By how much the mix counts for each key-value head: 0 leaves the layer's own value, 1 is the whole mix."""
 
+    is_gate = True
+
     def __init__(self, config: PreTrainedConfig):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(config.num_key_value_heads, dtype=mixing_dtype()))

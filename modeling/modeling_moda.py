@@ -99,6 +99,8 @@ def norm_gain(norm: nn.Module, eps: float, size: int, like: torch.Tensor) -> tor
 class SlotGate(MixingModule):
     """How much the attention with slots counts for each query head, beside that without: 0 is none, 1 is all of it."""
 
+    is_gate = True
+
     def __init__(self, config: PreTrainedConfig):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(config.num_attention_heads, dtype=mixing_dtype()))

@@ -2,6 +2,7 @@
 """`depthmix verify`: whose code a saved model has."""
 
 import json
+import os
 import subprocess
 
 import pytest
@@ -133,6 +134,28 @@ def test_links(saved, problems_of, tmp_path):
     (tmp_path / "secret.json").write_text("{}")
     (saved / "generation_config.json").symlink_to(tmp_path / "secret.json")
     assert problems_of(saved) == ["generation_config.json is a link that leads out of the folder"]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_pipes_are_not_opened(saved, problems_of):
+    os.mkfifo(saved / "notes.json")
+    assert problems_of(saved) == ["notes.json is not a regular file"]
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ({"penalty_alpha": 0.6, "top_k": 4}, "with penalty_alpha set, transformers generates by other people's code"),
+        ({"num_beam_groups": 2}, "with num_beam_groups set"),
+        ([1], "must hold an object, not a list"),
+    ],
+)
+def test_generation_by_code_of_the_hub(saved, problems_of, content, problem):
+    (saved / "generation_config.json").write_text(json.dumps({"penalty_alpha": None, "num_beam_groups": 1}))
+    verify_code(saved)
+    (saved / "generation_config.json").write_text(json.dumps(content))
+    (found,) = problems_of(saved)
+    assert found.startswith("generation_config.json") and problem in found
 
 
 @pytest.mark.parametrize("config", [None, '{"model_type": "qwen3"}', "{}", "["])

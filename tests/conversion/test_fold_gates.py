@@ -1,6 +1,8 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """Models without the gates that are all open."""
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -23,6 +25,7 @@ def opened(request, qwen3_source, tmp_path):
                     parameter.fill_(1)
             for name, (i, value) in values.items():
                 model.get_parameter(f"model.layers.{name[1:]}.self_attn.depth_gate.weight")[i] = value
+        model.config.note = "what is no field"
         model.save_pretrained(tmp_path / "gated")
         return tmp_path / "gated"
 
@@ -35,6 +38,8 @@ def test_the_same_function_without_gates(opened, tmp_path, token_ids, capsys):
     main(["fold-gates", str(source), str(dest)])
     text = capsys.readouterr().out
     before, after = load_file(source / "model.safetensors"), load_file(dest / "model.safetensors")
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (source, dest)]
+    assert configs[1] == configs[0] | {name: False for name in ("depth_gate", "moda_gate") if name in configs[0]}
     gates = before.keys() - after.keys()
     assert len(gates) == 3 and all(f"{name}\n" in text + "\n" for name in gates)
     assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())

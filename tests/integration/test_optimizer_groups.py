@@ -9,6 +9,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from depthmix import MHCConfig, MHCForCausalLM, optimizer_groups
+from depthmix.callbacks import gates_of
 from depthmix.modeling.mixing_modules import MixingModule
 
 
@@ -157,3 +158,16 @@ def test_order_of_imports(first):
         "assert function.knows_mixing_parameters and not hasattr(function.__wrapped__, '__wrapped__')\n"
     )
     subprocess.run([sys.executable, "-c", code, first], check=True)
+
+
+def test_modules_of_a_saved_models_own_code(build):
+    """They are of classes of another module, which know no class of this package."""
+    model = build(depth_gate=True)
+    own = type("MixingModule", (torch.nn.Module,), {"decayed_parameters": (), "is_gate": True})
+    for layer in model.model.layers[1:]:
+        gate = own()
+        gate.weight = layer.self_attn.depth_gate.weight
+        layer.self_attn.depth_gate = gate
+    groups = optimizer_groups(model, 1e-5, mixing_lr=1e-2, weight_decay=0.1)
+    assert [len(group["params"]) for group in groups if group["lr"] == 1e-2 and group["weight_decay"] == 0] == [3]
+    assert len([*gates_of(model)]) == 3
