@@ -167,6 +167,20 @@ Raises:
         checkpoint has to be converted."""
 
 
+def has_bias(config: PreTrainedConfig, said: bool | str) -> bool:
+    """What a backbone's record says of a bias: the answer, or the name of the configuration field that has it."""
+    return bool(getattr(config, said)) if isinstance(said, str) else said
+
+
+def is_sparse(config: PreTrainedConfig, layer_idx: int) -> bool:
+    """Whether the feed-forward network of a layer is a mixture of experts, by the rule of Qwen3-MoE and OLMoE."""
+    return (
+        layer_idx not in (getattr(config, "mlp_only_layers", None) or ())
+        and config.num_experts > 0
+        and (layer_idx + 1) % getattr(config, "decoder_sparse_step", 1) == 0
+    )
+
+
 _MAKING = threading.RLock()
 
 

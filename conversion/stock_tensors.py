@@ -9,7 +9,7 @@ found early: that a checkpoint has exactly the tensors of its backbone. Whatever
 from collections.abc import Iterator
 from typing import Any
 
-from depthmix.configuration.depth_backbones import Backbone
+from depthmix.configuration.depth_backbones import Backbone, has_bias, is_sparse
 
 from .checkpoint_io import FLOAT_DTYPES, Checkpoint
 from .weight_maps import BASE_MODEL, CAUSAL_LM, RELEASED_LLAMA, WeightMap
@@ -42,11 +42,11 @@ def _decoder_tensors(backbone: Backbone, config: Any) -> Tensors:
     for layer in range(config.num_hidden_layers):
         prefix = f"model.layers.{layer}"
         yield from _attention_tensors(f"{prefix}.self_attn", backbone, config)
-        if backbone.has_experts and _is_sparse(layer, config):
+        if backbone.has_experts and is_sparse(config, layer):
             yield from _expert_tensors(f"{prefix}.mlp", config)
         else:
-            has_bias = _switch(config, backbone.mlp_bias)
-            yield from _mlp_tensors(f"{prefix}.mlp", config.hidden_size, config.intermediate_size, has_bias)
+            bias = has_bias(config, backbone.mlp_bias)
+            yield from _mlp_tensors(f"{prefix}.mlp", config.hidden_size, config.intermediate_size, bias)
         for norm in backbone.norms:
             if norm is not None:
                 yield f"{prefix}.{norm}.weight", (config.hidden_size,)
@@ -58,20 +58,14 @@ def _decoder_tensors(backbone: Backbone, config: Any) -> Tensors:
 def _attention_tensors(prefix: str, backbone: Backbone, config: Any) -> Tensors:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     queries, keys = (head_dim * count for count in (config.num_attention_heads, config.num_key_value_heads))
-    has_bias = _switch(config, backbone.qkv_bias)
+    bias = has_bias(config, backbone.qkv_bias)
     for name, width in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
-        yield from _linear_tensors(f"{prefix}.{name}", config.hidden_size, width, has_bias)
-    yield from _linear_tensors(f"{prefix}.o_proj", queries, config.hidden_size, _switch(config, backbone.output_bias))
+        yield from _linear_tensors(f"{prefix}.{name}", config.hidden_size, width, bias)
+    yield from _linear_tensors(f"{prefix}.o_proj", queries, config.hidden_size, has_bias(config, backbone.output_bias))
     if getattr(config, "use_qk_norm", backbone.qk_norm is not None):
         per_head = backbone.qk_norm == "head"
         yield f"{prefix}.q_norm.weight", (head_dim if per_head else queries,)
         yield f"{prefix}.k_norm.weight", (head_dim if per_head else keys,)
-
-
-def _is_sparse(layer: int, config: Any) -> bool:
-    # of the backbones with experts, Qwen3-MoE can have dense layers among the others
-    step, dense = getattr(config, "decoder_sparse_step", 1), getattr(config, "mlp_only_layers", None) or ()
-    return layer not in dense and config.num_experts > 0 and (layer + 1) % step == 0
 
 
 def _expert_tensors(prefix: str, config: Any) -> Tensors:
@@ -81,18 +75,13 @@ def _expert_tensors(prefix: str, config: Any) -> Tensors:
         yield from _mlp_tensors(f"{prefix}.experts.{expert}", config.hidden_size, width, False)
 
 
-def _mlp_tensors(prefix: str, hidden_size: int, width: int, has_bias: bool) -> Tensors:
+def _mlp_tensors(prefix: str, hidden_size: int, width: int, bias: bool) -> Tensors:
     for name in ("gate_proj", "up_proj"):
-        yield from _linear_tensors(f"{prefix}.{name}", hidden_size, width, has_bias)
-    yield from _linear_tensors(f"{prefix}.down_proj", width, hidden_size, has_bias)
+        yield from _linear_tensors(f"{prefix}.{name}", hidden_size, width, bias)
+    yield from _linear_tensors(f"{prefix}.down_proj", width, hidden_size, bias)
 
 
-def _linear_tensors(name: str, inputs: int, outputs: int, has_bias: bool) -> Tensors:
+def _linear_tensors(name: str, inputs: int, outputs: int, bias: bool) -> Tensors:
     yield f"{name}.weight", (outputs, inputs)
-    if has_bias:
+    if bias:
         yield f"{name}.bias", (outputs,)
-
-
-def _switch(config: Any, value: bool | str) -> bool:
-    """What a record of a backbone says, or, where that is the name of a field, the field."""
-    return bool(getattr(config, value) if isinstance(value, str) else value)

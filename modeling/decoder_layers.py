@@ -21,17 +21,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from depthmix.configuration.depth_backbones import has_bias, is_sparse
 from depthmix.kernels.depth_dispatch import left_to_compiler, triton_obstacle, use_triton
 from depthmix.kernels.depth_value_mix_op import depth_value_mix
 from depthmix.kernels.norm_rotary_mix_op import norm_rotary_mix
 
 from .lent_weights import DepthMLP, DepthRMSNorm, apply_linears, apply_mlp, apply_norm, runs_plainly
 from .transformers_versions import accepts_both_cache_names, cache_update_keywords
-
-
-def has_bias(config: PreTrainedConfig, said: bool | str) -> bool:
-    """What a backbone's record says of a bias: the answer, or the name of the configuration field that has it."""
-    return bool(getattr(config, said)) if isinstance(said, str) else said
 
 
 class DepthRotaryEmbedding(nn.Module):
@@ -392,12 +388,3 @@ class DecoderLayer(GradientCheckpointingLayer):
     def feed_forward_normalised(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """As `feed_forward`, of what the norm before it has gone over already."""
         return self.normalise(3, apply_mlp(self.mlp, hidden_states, self.depth_impl)[0])
-
-
-def is_sparse(config: PreTrainedConfig, layer_idx: int) -> bool:
-    """Whether the feed-forward network of a layer is a mixture of experts, by the rule of Qwen3-MoE and OLMoE."""
-    return (
-        layer_idx not in (getattr(config, "mlp_only_layers", None) or ())
-        and config.num_experts > 0
-        and (layer_idx + 1) % getattr(config, "decoder_sparse_step", 1) == 0
-    )
