@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from depthmix.auto import AUTO_MAPS
-from depthmix.hub import collect_remote_code, hash_code, own_versions
+from depthmix.hub import MANIFEST, collect_remote_code, hash_code, own_versions
 from depthmix.releases import released_hashes
 from depthmix.version import __version__
 
@@ -88,6 +88,11 @@ def verify_code(folder: str | os.PathLike) -> CodeCheck:
     )
     used = {name: digest for name, digest in found.items() if name in expected["files"]}
     return CodeCheck(str(folder), release, used, {name: found[name] for name in found.keys() - used.keys()})
+
+
+def own_code_names() -> set[str]:
+    """The names of all files that saving a model of this package writes for its code."""
+    return {MANIFEST, *(name for auto_map in AUTO_MAPS.values() for name in collect_remote_code(auto_map))}
 
 
 def own_model_type(config: dict[str, Any], place: Path) -> str:

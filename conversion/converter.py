@@ -49,7 +49,7 @@ from .checkpoint_source import (
     list_entries,
     locate_checkpoint,
 )
-from .code_check import verify_code
+from .code_check import own_code_names, verify_code
 from .conversion_target import ConversionTarget, TranslatedConfig
 from .errors import ConversionError
 from .model_card import make_model_card, read_card_metadata
@@ -165,7 +165,7 @@ def convert(
     token = _check_token(token)
     dest = expand_path(dest, "destination")
     # a model of another family may be replaced too
-    own_files = {MANIFEST, *(file for auto_map in AUTO_MAPS.values() for file in collect_remote_code(auto_map))}
+    own_files = own_code_names()
     remarks = [] if dry_run else clear_leftovers(dest, own_files)
     try:
         check_destination(dest, overwrite, own_files)

@@ -7,9 +7,6 @@ import shutil
 
 import torch
 
-from depthmix.auto import AUTO_MAPS
-from depthmix.hub import MANIFEST, collect_remote_code
-
 from .checkpoint_io import (
     FLOAT_DTYPES,
     StoredTensor,
@@ -22,7 +19,7 @@ from .checkpoint_io import (
     write_checkpoint,
 )
 from .checkpoint_source import CARD_FILE, CHAT_TEMPLATE_FOLDER, COMPANION_FILES, CONFIG_FILE, expand_path
-from .code_check import verify_code
+from .code_check import own_code_names, verify_code
 from .errors import ConversionError
 from .output_folder import check_apart, check_destination, check_model_only, staged_folder
 from .source_configs import read_own
@@ -64,7 +61,7 @@ def fold_gates(folder: str | os.PathLike, dest: str | os.PathLike, *, overwrite:
     field = next((name for name in _FIELDS if getattr(config, name, False)), None)
     if config is None or field is None:
         raise ConversionError(f"{config_path}: must be of a model with gates ({' or '.join(_FIELDS)}: true).")
-    own_files = {MANIFEST, *(file for auto_map in AUTO_MAPS.values() for file in collect_remote_code(auto_map))}
+    own_files = own_code_names()
     check_apart(dest, source)
     check_destination(dest, overwrite, own_files)
 
