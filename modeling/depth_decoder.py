@@ -344,6 +344,8 @@ class DepthCausalLM(Base):
     either of its names, and `output_depth_weights`, and returns a [`DepthCausalLMOutputWithPast`].
     """
 
+    # of the base class of the method
+    apply_liger_kernel: ClassVar[Callable[..., dict[str, str]]]
     model_class: ClassVar[type[PreTrainedModel]]
     # of a backbone with experts whose head adds their auxiliary loss
     load_balancing_loss: ClassVar[Callable | None] = None
@@ -454,16 +456,8 @@ class DepthCausalLM(Base):
             **{HOST_CACHE_NAME: outputs.get(HOST_CACHE_NAME)},
         )
 
-    def apply_liger_kernel(
-        self,
-        rope: bool = True,
-        cross_entropy: bool = False,
-        fused_linear_cross_entropy: bool = True,
-        rms_norm: bool = True,
-        swiglu: bool = True,
-    ) -> dict[str, str]:
-        """As that of all models; here it also sets how the loss is computed."""
-        check_liger_options(cross_entropy, fused_linear_cross_entropy)
+    def choose_loss(self, cross_entropy: bool, fused_linear_cross_entropy: bool) -> str:
+        """Sets how the loss is computed."""
         loss = "all logits"
         if cross_entropy:
             if liger_function("liger_cross_entropy") is None:
@@ -475,14 +469,7 @@ class DepthCausalLM(Base):
         if fused_linear_cross_entropy:
             has_liger = liger_function("liger_fused_linear_cross_entropy") is not None
             loss = "without logits, " + ("liger-kernel on a GPU" if has_liger else "depthmix")
-        return log_choice(self, loss)
-
-
-def log_choice(model: nn.Module, loss: str) -> dict[str, str]:
-    """What does the work of each of liger-kernel's operations; it is logged, too."""
-    choice = dict.fromkeys(("rope", "rms_norm", "swiglu"), "depthmix") | {"loss": loss}
-    logger.info(f"{type(model).__name__}: {', '.join(f'{name}: {who}' for name, who in choice.items())}.")
-    return choice
+        return loss
 
 
 class DepthSequenceClassification(GenericForSequenceClassification, Base):
@@ -543,13 +530,20 @@ class DepthPreTrainedModel(Base):
         swiglu: bool = True,
     ) -> dict[str, str]:
         """
-        What `TrainingArguments(use_liger_kernel=True)` calls; [`depthmix.apply_liger_kernel`] describes it. A base
-        model has no loss, and a classifier keeps its own, so here nothing changes.
+        What `TrainingArguments(use_liger_kernel=True)` calls; [`depthmix.apply_liger_kernel`] describes it. What does
+        the work of each operation is returned and logged.
         """
         check_liger_options(cross_entropy, fused_linear_cross_entropy)
+        loss = self.choose_loss(cross_entropy, fused_linear_cross_entropy)
+        choice = dict.fromkeys(("rope", "rms_norm", "swiglu"), "depthmix") | {"loss": loss}
+        logger.info(f"{type(self).__name__}: {', '.join(f'{name}: {who}' for name, who in choice.items())}.")
+        return choice
+
+    def choose_loss(self, cross_entropy: bool, fused_linear_cross_entropy: bool) -> str:
+        """How the loss is computed, in words. A base model has none and a classifier keeps its own."""
         if cross_entropy:
             raise ValueError(f"cross_entropy=True: {type(self).__name__} has no loss over a vocabulary.")
-        return log_choice(self, "as before")
+        return "as before"
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, config=None, **kwargs):
