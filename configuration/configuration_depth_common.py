@@ -331,7 +331,9 @@ def _check_activation(name: str | None) -> None:
 
 
 def _check_dtype(name: str, value: Any) -> None:
-    if isinstance(value, str) and value not in _DTYPES:
+    # a model has the dtype of torch under the name that its file has
+    name_of_dtype = value if isinstance(value, str) else str(value).removeprefix("torch.")
+    if value is not None and not isinstance(value, dict) and name_of_dtype not in _DTYPES:
         raise ValueError(f"{name}={shown(value)}: must be a floating dtype of torch, such as 'bfloat16'.")
 
 

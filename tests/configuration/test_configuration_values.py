@@ -33,6 +33,7 @@ HOST_FIELDS = [
     ({"sliding_window": -5}, "sliding_window=-5: must be at least 0"),
     ({"hidden_act": "bogus"}, "hidden_act='bogus': must be an activation of transformers"),
     ({"dtype": "load"}, "dtype='load': must be a floating dtype"),
+    ({"dtype": False}, "dtype=False: must be a floating dtype"),
     ({"torch_dtype": "int64"}, "torch_dtype='int64': must be a floating dtype"),
     ({"pad_token_id": 97}, "pad_token_id=97: must be less than vocab_size=97"),
     ({"rope_theta": math.nan}, "rope_theta=nan: must be a finite number"),

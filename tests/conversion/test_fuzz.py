@@ -5,6 +5,7 @@ Damaged and hostile checkpoints from a seed: each converts to what the stock mod
 `make fuzz` runs thousands, with `FUZZ_COUNT` inputs of each kind from `FUZZ_SEED`, for at most `FUZZ_SECONDS`.
 """
 
+import copy
 import json
 import math
 import os
@@ -91,7 +92,8 @@ def damage_json(chance, content):
             if isinstance(node[place], (dict, list)) and chance.random() < 0.8:
                 node = node[place]
                 continue
-            node[place] = chance.choice(VALUES)
+            # a copy, which the next change may fall into
+            node[place] = copy.deepcopy(chance.choice(VALUES))
             break
     return json.dumps(tree).encode()
 
@@ -235,7 +237,7 @@ def logits_of(folder):
     """None where tensors and model do not fit: stock Llama ignores norms that the released code has, for one."""
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     fits = not any(info.values())
-    return model.eval()(torch.tensor([[3, 4, 5, 6, 7]])).logits if fits else None
+    return model.eval()(torch.tensor([[3, 4, 5, 6, 7]]), return_dict=True).logits if fits else None
 
 
 def attempt(source, converted, to):
