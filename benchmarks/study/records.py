@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from .training import Outcome, Run
 
@@ -75,12 +76,12 @@ def row_of(run: Run, outcome: Outcome, corpus: str, workers: int, environment: d
     return Row(**{each.name: values[each.name] for each in fields(Row)})
 
 
-def append_row(path: Path, row: Row) -> None:
-    """Adds a line, and before the first one that of the names."""
+def append_row(path: Path, row) -> None:
+    """Adds a line for a [`Row`] or another dataclass, and before the first one that of the names."""
     path.parent.mkdir(parents=True, exist_ok=True)
     is_new = not path.exists()
     with open(path, "a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [each.name for each in fields(Row)], lineterminator="\n")
+        writer = csv.DictWriter(file, [each.name for each in fields(row)], lineterminator="\n")
         if is_new:
             writer.writeheader()
         # all digits, since differences of losses are what is looked for
@@ -108,22 +109,22 @@ def _rounded(values):
     return round(values, 5) if isinstance(values, float) else values
 
 
-def read_rows(paths: Iterable[Path]) -> list[Row]:
+def read_rows(paths: Iterable[Path], kind: type = Row) -> list:
     """
-    The rows of CSV files; of a run that is in several, the first.
+    The rows of CSV files, as [`Row`] or another dataclass with a `key`; of a run that is in several, the first.
 
     Raises:
         `ValueError`: if a file has other columns.
     """
-    names = {each.name: each.type for each in fields(Row)}
-    rows: dict[str, Row] = {}
+    names = {each.name: each.type for each in fields(kind)}
+    rows: dict[str, Any] = {}
     for path in paths:
         with open(path, newline="", encoding="utf-8") as file:
             reader = csv.DictReader(file)
             if reader.fieldnames != list(names):
                 raise ValueError(f"{path}: its columns are not those of finished runs: {', '.join(names)}.")
             for record in reader:
-                row = Row(**{name: _parsed(kind, record[name]) for name, kind in names.items()})
+                row = kind(**{name: _parsed(type_, record[name]) for name, type_ in names.items()})
                 rows.setdefault(row.key, row)
     return list(rows.values())
 

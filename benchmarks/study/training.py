@@ -184,22 +184,19 @@ class Trainer:
             )
         recipe = run.recipe
         self.run, self.recipe, self.corpus, self.device, self.execution = run, recipe, corpus, device, execution
-        self.model = build(run.system, run.shape, run.vocab_size, recipe.length, seed=run.seed, start=recipe.start).to(
-            device
-        )
+        self.model = self.build_model().to(device)
         self.on_gpu = torch.device(device).type == "cuda"
+        groups = self.parameter_groups()
+        self.relative_rates = [group.pop("lr", 1.0) for group in groups]
         self.optimizer = torch.optim.AdamW(
-            parameter_groups(self.model, recipe.decay),
-            lr=torch.tensor(0.0, device=device) if self.on_gpu else 0.0,
-            betas=(recipe.beta_1, recipe.beta_2),
-            fused=True,
-            capturable=self.on_gpu,
+            groups, lr=0.0, betas=(recipe.beta_1, recipe.beta_2), fused=True, capturable=self.on_gpu
         )
+        self.put_rates_on_device()
         self.length = recipe.length
         windows = len(corpus.train) // self.length
         if windows < recipe.batch:
             raise ValueError(f"batch={recipe.batch}: the corpus has {windows} sequences of {self.length} tokens.")
-        self.order = data_order(run.seed, windows, recipe.steps * recipe.batch).view(recipe.steps, recipe.batch)
+        self.order = self.data_order(windows).view(recipe.steps, recipe.batch)
         # both streams are small beside what a GPU has, and the host need not wait for a batch
         self.train_tokens = self.tokens_of(corpus.train).view(-1, self.length)
         self.held_out_tokens = self.tokens_of(corpus.held_out).view(-1, self.length)
@@ -217,6 +214,25 @@ class Trainer:
         self.step_times: list[float] = []
         if execution == "compiled":
             self.compile_layers()
+
+    def build_model(self) -> nn.Module:
+        """The model on the CPU, in fp32."""
+        run, recipe = self.run, self.recipe
+        return build(run.system, run.shape, run.vocab_size, recipe.length, seed=run.seed, start=recipe.start)
+
+    def parameter_groups(self) -> list[dict]:
+        """Those of the optimizer; a group's `lr`, 1 if left out, is what the recipe's rate is multiplied with."""
+        return parameter_groups(self.model, self.recipe.decay)
+
+    def data_order(self, windows: int) -> torch.Tensor:
+        """Which of so many windows each sequence of the training is, in their order."""
+        return data_order(self.run.seed, windows, self.recipe.steps * self.recipe.batch)
+
+    def put_rates_on_device(self) -> None:
+        # a recorded step reads them there
+        if self.on_gpu:
+            for group in self.optimizer.param_groups:
+                group["lr"] = torch.tensor(0.0, device=self.device)
 
     def tokens_of(self, stream) -> torch.Tensor:
         whole = len(stream) // self.length * self.length
@@ -254,11 +270,11 @@ class Trainer:
 
     def take_step(self) -> None:
         rate = self.recipe.rate_at(self.step)
-        for group in self.optimizer.param_groups:
+        for group, relative in zip(self.optimizer.param_groups, self.relative_rates, strict=True):
             if self.on_gpu:
-                group["lr"].fill_(rate)
+                group["lr"].fill_(rate * relative)
             else:
-                group["lr"] = rate
+                group["lr"] = rate * relative
         self.ids.copy_(self.train_tokens[self.order[self.step]])
         if self.graph is not None:
             self.graph.replay()
@@ -349,9 +365,7 @@ class Trainer:
                 raise ValueError(f"The checkpoint is of another run: its {name} is {state[name]}, not {value}.")
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        if self.on_gpu:
-            for group in self.optimizer.param_groups:
-                group["lr"] = torch.tensor(0.0, device=self.device)
+        self.put_rates_on_device()
         self.losses.copy_(state["losses"])
         for name in ("step", "seconds", "curve", "step_times"):
             setattr(self, name, state[name])
