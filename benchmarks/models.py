@@ -43,6 +43,7 @@ MODELS = {
     "fused OLMo2": (MoDAOlmo2ForCausalLM, MoDAOlmo2Config, {"moda_attn_slots": False, "moda_ffn_slots": False}),
     "MoDA row 3": (MoDAOlmo2ForCausalLM, MoDAOlmo2Config, {"moda_ffn_slots": False}),
     "MoDA row 4": (MoDAOlmo2ForCausalLM, MoDAOlmo2Config, {}),
+    "MoDA row 4, gates": (MoDAOlmo2ForCausalLM, MoDAOlmo2Config, {"moda_gate": True}),
     "MoDA window 16": (MoDAOlmo2ForCausalLM, MoDAOlmo2Config, {"moda_depth_window": 16}),
 }
 
@@ -73,7 +74,7 @@ def qwen3(batch: int, **fields) -> Size:
 
 
 def olmo2(batch: int, tokens: int, **fields) -> Size:
-    models = ("stock OLMo2", "fused OLMo2", "MoDA row 3", "MoDA row 4", "MoDA window 16")
+    models = ("stock OLMo2", "fused OLMo2", "MoDA row 3", "MoDA row 4", "MoDA row 4, gates", "MoDA window 16")
     return Size(fields, models, (models[0], *models[3:]), batch, tokens, "fused OLMo2", ("MoDA row 4", {}))
 
 
@@ -111,7 +112,7 @@ SIZES = {
 # those to be measured, unless others are asked for
 _ON_REQUEST = (
     *("control", "Depth-Attention, gates", "looped vanilla", "looped Depth-Attention", "AttnRes Full", "DenseFormer"),
-    "mHC",
+    *("mHC", "MoDA row 4, gates"),
 )
 SELECTED = [name for name in MODELS if name not in _ON_REQUEST]
 
