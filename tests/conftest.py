@@ -46,6 +46,7 @@ from depthmix.kernels import depth_dispatch
 sys.path.append(str(Path(__file__).parent))
 
 from faster_interpreter import do_repeated_work_once
+from fresh_process import FreshPython
 
 
 do_repeated_work_once()
@@ -249,6 +250,14 @@ def pytest_generate_tests(metafunc):
 def deterministic():
     torch.manual_seed(0)
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def fresh_python(tmp_path_factory):
+    """`fresh_python.run(code, *arguments)` runs code where nothing of the host library has been imported."""
+    python = FreshPython(tmp_path_factory.mktemp("fresh_python"))
+    yield python
+    python.close()
 
 
 @pytest.fixture

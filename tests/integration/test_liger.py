@@ -5,8 +5,6 @@ been reached by a training step that makes no logits.
 """
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -226,11 +224,10 @@ print(type(model).__module__.split(".")[0], output.logits is None)
         ("no depthmix", "trainer"),
     ],
 )
-def test_in_any_order(order, auto, saved, tmp_path):
+def test_in_any_order(order, auto, saved, fresh_python, tmp_path):
     """Also with the code of the saved model alone."""
     environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
-    command = [sys.executable, "-c", SCRIPT, order, str(saved), auto]
-    run = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    run = fresh_python.run(SCRIPT, order, saved, auto, env=environment, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     module = "transformers_modules" if order == "no depthmix" else "depthmix"
     assert run.stdout.split() == [module, "True"]

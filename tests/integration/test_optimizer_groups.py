@@ -1,9 +1,6 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """Which parameters decay, in the Trainer and in groups for other loops, and which have a rate of their own."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from transformers import Trainer, TrainingArguments
@@ -148,7 +145,7 @@ def test_nothing_to_train():
 
 @pytest.mark.once
 @pytest.mark.parametrize("first", ["depthmix", "transformers.trainer"])
-def test_order_of_imports(first):
+def test_order_of_imports(first, fresh_python):
     code = (
         f"import sys, {first}\n"
         "assert ('transformers.trainer' in sys.modules) == (sys.argv[1] == 'transformers.trainer')\n"
@@ -157,7 +154,8 @@ def test_order_of_imports(first):
         "function = Trainer.get_decay_parameter_names\n"
         "assert function.knows_mixing_parameters and not hasattr(function.__wrapped__, '__wrapped__')\n"
     )
-    subprocess.run([sys.executable, "-c", code, first], check=True)
+    run = fresh_python.run(code, first)
+    assert run.returncode == 0, run.stderr
 
 
 def test_modules_of_a_saved_models_own_code(build):

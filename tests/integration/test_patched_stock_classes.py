@@ -8,9 +8,6 @@ and the host library's tables of activations, scalings of the rotation and atten
 """
 
 import inspect
-import os
-import subprocess
-import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -142,9 +139,8 @@ def assert_equal_results(actual, expected):
 
 
 @pytest.mark.parametrize("order", ["before the import", pytest.param("before they are built", marks=pytest.mark.once)])
-def test_replaced(order, untouched, tmp_path):
-    command = [sys.executable, "-c", SCRIPT, str(Path(__file__).parent), order, str(tmp_path / "results.pt")]
-    run = subprocess.run(command, env=os.environ, capture_output=True, text=True)
+def test_replaced(order, untouched, fresh_python, tmp_path):
+    run = fresh_python.run(SCRIPT, Path(__file__).parent, order, tmp_path / "results.pt")
     assert run.returncode == 0, run.stderr
     assert_equal_results(torch.load(tmp_path / "results.pt"), untouched)
 
