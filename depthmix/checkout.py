@@ -4,17 +4,9 @@ Python that is started in a clone finds this package there, and its subpackages,
 only where they are installed. Without an editable install these are two copies, and after a `git pull` two states.
 """
 
+import configparser
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-
-
-# subpackage -> its folder in a clone, as setup.cfg maps them
-_FOLDERS = {
-    "configuration": "configuration",
-    "modeling": "modeling",
-    "kernels": "kernels/depth_ops",
-    "conversion": "conversion",
-}
 
 
 def refuse_mixed_states(folders: Sequence[str]) -> None:
@@ -28,28 +20,33 @@ def refuse_mixed_states(folders: Sequence[str]) -> None:
     Raises:
         `ImportError`: if a file of the two differs, or is in one of them only.
     """
-    clone, *others = map(Path, folders)
+    package, *others = map(Path, folders)
     installed = next((each for each in others if (each / "modeling").is_dir()), None)
-    if installed is None or (clone / "modeling").is_dir():
+    if installed is None or (package / "modeling").is_dir():
         return
+    clone = package.parent
     different = sorted(_differences(clone, installed))
     if different:
+        more = f", and {len(different) - 1} more" if len(different) > 1 else ""
         raise ImportError(
-            f"depthmix is imported from {clone}, and its subpackages from {installed}, which is another state: "
-            f"{different[0]} differs{f', and {len(different) - 1} more' if len(different) > 1 else ''}. Start Python "
-            "in another folder, or install again: `pip install .`, or `pip install -e .`, which stays up to date."
+            f"depthmix is imported from {package}, and its subpackages from {installed}, which is another state: "
+            f"{different[0]} differs{more}. Start Python in another folder, or install again: `pip install .`, or "
+            "`pip install -e .`, which stays up to date."
         )
 
 
 def _differences(clone: Path, installed: Path) -> Iterator[str]:
-    pairs = {clone: installed} | {clone.parent / folder: installed / name for name, folder in _FOLDERS.items()}
-    for own, other in pairs.items():
-        names = {path.name for folder in (own, other) for path in folder.glob("*.py")}
-        yield from (
-            f"{own.relative_to(clone.parent)}/{name}"
-            for name in names
-            if _content(own / name) != _content(other / name)
-        )
+    """The files that are not the same, or missing on one side, as they are called in the clone."""
+    setup = configparser.ConfigParser()
+    setup.read(clone / "setup.cfg", encoding="utf-8")
+    for line in setup.get("options", "package_dir", fallback="").split("\n"):
+        name, _, folder = (part.strip() for part in line.partition("="))
+        own, other = clone / folder, installed.joinpath(*name.split(".")[1:])
+        if not name or not own.is_dir():
+            continue
+        for file in {path.name for each in (own, other) for path in each.glob("*.py")}:
+            if _content(own / file) != _content(other / file):
+                yield f"{folder}/{file}"
 
 
 def _content(path: Path) -> bytes | None:

@@ -1,7 +1,7 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """
-Docstrings as the API reference reads them. Ours are those of transformers, with Markdown in the types and several names
-on a line; the parser takes what stands between parentheses as it is.
+Docstrings as the API reference reads them. Ours are written as those of transformers, with Markdown in the types and
+several names on a line; the parser takes what stands between parentheses as it is.
 """
 
 import re

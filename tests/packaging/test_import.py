@@ -1,6 +1,7 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """`import depthmix`, from anywhere and with whatever else is or is not installed."""
 
+import configparser
 import json
 import os
 import pydoc
@@ -121,11 +122,13 @@ def test_help_fits_on_a_few_screens():
 def copy_packages(tmp_path, *, edited: str):
     """A clone, and beside it what `pip install .` makes of it; then the clone changes."""
     clone, installed = tmp_path / "clone", tmp_path / "site-packages" / "depthmix"
-    shutil.copytree(ROOT / "depthmix", clone / "depthmix")
-    shutil.copytree(ROOT / "depthmix", installed)
-    for name, folder in checkout._FOLDERS.items():
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    for line in setup["options"]["package_dir"].strip().splitlines():
+        name, folder = (part.strip() for part in line.split("="))
         shutil.copytree(ROOT / folder, clone / folder)
-        shutil.copytree(ROOT / folder, installed / name)
+        shutil.copytree(ROOT / folder, installed.parent.joinpath(*name.split(".")), dirs_exist_ok=True)
+    shutil.copy(ROOT / "setup.cfg", clone)
     with open(clone / edited, "a", encoding="utf-8") as file:
         file.write("# pulled\n")
     return clone, installed
