@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 OLDEST := .venv-oldest
 DOCS := .venv-docs
+PRINT_EXTRA := import configparser, sys; setup = configparser.ConfigParser(); setup.read("setup.cfg"); \
+	print(setup["options.extras_require"][sys.argv[1]])
 PRINT_SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 # Python compiles what it imports; of what is installed that is a part
 PIP_OPTIONS := --quiet --disable-pip-version-check --no-compile
@@ -78,7 +80,7 @@ $(VENV)/ready: setup.cfg pyproject.toml constraints.txt
 # it reads the package's source and imports none of it, so neither torch nor transformers is needed
 $(DOCS)/ready: setup.cfg constraints.txt
 	$(PYTHON) -m venv $(DOCS)
-	$(DOCS)/bin/python -m pip install $(PIP_OPTIONS) -c constraints.txt mkdocs-material mkdocstrings-python
+	$(DOCS)/bin/python -m pip install $(PIP_OPTIONS) -c constraints.txt $$($(DOCS)/bin/python -c '$(PRINT_EXTRA)' docs)
 	touch $@
 
 # the oldest supported transformers, without Triton; everything else is read from the first environment

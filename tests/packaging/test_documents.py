@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import transformers
+import yaml
 from document_blocks import (
     DOCUMENTS,
     LANGUAGES,
@@ -95,6 +96,22 @@ def test_commands_that_are_not_run_exist(block):
         # `depthmix serve` takes the arguments of another program
         if (block.not_run is not None or not runs_here(words)) and words[:2] != ["depthmix", "serve"]:
             check_command(words)
+
+
+def test_first_page_is_short_and_the_site_has_all_pages():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 180
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    listed = re.findall(r"[\w/]+\.md", str(nav))
+    # the last one is made of the docstrings
+    assert sorted(listed) == sorted([*(path.name for path in (ROOT / "docs").glob("*.md")), "reference.md"])
+
+
+def test_citation_has_what_readers_of_the_format_need():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()
+    assert citation["cff-version"] == "1.2.0" and all(author.get("name") for author in citation["authors"])
+    setup = (ROOT / "setup.cfg").read_text()
+    assert f"license = {citation['license']}\n" in setup and f"author = {citation['authors'][0]['name']}\n" in setup
 
 
 @pytest.fixture
