@@ -120,7 +120,9 @@ def workplace(tmp_path, monkeypatch):
     pytest.importorskip("peft")
     shutil.copytree(ROOT / "examples" / "tiny_qwen3_python", tmp_path / "Qwen" / "Qwen3-0.6B")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    (tmp_path / "book.txt").write_text(Path(shutil.__file__).read_text()[:12_000])
+    text = Path(shutil.__file__).read_text()
+    (tmp_path / "book.txt").write_text(text[:12_000])
+    (tmp_path / "other_book.txt").write_text(text[12_000:18_000])
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1}
     sizes |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -179,6 +181,7 @@ def check_convert(folder: Path, namespace: dict) -> None:
 
 def check_train(folder: Path, namespace: dict) -> None:
     assert {"from-scratch", "qwen3-depth-tuned", "qwen3-depth-lora"} < {path.name for path in folder.iterdir()}
+    assert 0 < namespace["trainer"].evaluate()["eval_loss"] < 10
     # the adapter and the gates of the last run are merged, and both have moved
     tuned, start = (
         transformers.AutoModelForCausalLM.from_pretrained(folder / name).state_dict()
