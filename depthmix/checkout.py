@@ -44,7 +44,11 @@ def _differences(clone: Path, installed: Path) -> Iterator[str]:
         own, other = clone / folder, installed.joinpath(*name.split(".")[1:])
         if not name or not own.is_dir():
             continue
-        for file in {path.name for each in (own, other) for path in each.glob("*.py")}:
+        # the installed package has the subpackages in it, of which the clone has most beside it
+        files = {path.relative_to(own) for path in own.rglob("*.py")} | {
+            Path(path.name) for path in other.glob("*.py")
+        }
+        for file in files:
             if _content(own / file) != _content(other / file):
                 yield f"{folder}/{file}"
 
