@@ -2,11 +2,14 @@
 PYTHON ?= python3
 VENV := .venv
 OLDEST := .venv-oldest
+DOCS := .venv-docs
+PRINT_EXTRA := import configparser, sys; setup = configparser.ConfigParser(); setup.read("setup.cfg"); \
+	print(setup["options.extras_require"][sys.argv[1]])
 PRINT_SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 # Python compiles what it imports; of what is installed that is a part
 PIP_OPTIONS := --quiet --disable-pip-version-check --no-compile
 
-.PHONY: demo environments test test-all test-fast test-gpu fuzz kill quality style clean
+.PHONY: demo environments test test-all test-fast test-gpu fuzz kill docs quality style clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/python examples/demo.py
@@ -44,12 +47,19 @@ kill: $(VENV)/ready
 	DEPTHMIX_KILL=$(TRIALS) DEPTHMIX_KILL_SEED=$(SEED) \
 	    $(VENV)/bin/python -m pytest -n 0 -s -k random_points tests/conversion/test_kill.py
 
-LINK_PACKAGES := from pathlib import Path; from benchmarks.versions import link_packages; \
-	link_packages(Path.cwd(), Path("$(VENV)/tree"))
+# a folder from which the packages are imported by name, for those that read the source without installing it
+LINK_PACKAGES := import sys; from pathlib import Path; from benchmarks.versions import link_packages; \
+	link_packages(Path.cwd(), Path(sys.argv[1]))
+
+# the documentation as a site, in site/; a warning is an error
+docs: $(DOCS)/ready
+	rm -rf $(DOCS)/tree
+	$(DOCS)/bin/python -c '$(LINK_PACKAGES)' $(DOCS)/tree
+	$(DOCS)/bin/mkdocs build --strict
 
 quality: $(VENV)/ready
 	rm -rf $(VENV)/tree
-	$(VENV)/bin/python -c '$(LINK_PACKAGES)'
+	$(VENV)/bin/python -c '$(LINK_PACKAGES)' $(VENV)/tree
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/codespell
@@ -60,11 +70,17 @@ style: $(VENV)/ready
 	$(VENV)/bin/ruff format .
 
 clean:
-	rm -rf $(VENV) $(OLDEST) demo_output build dist *.egg-info
+	rm -rf $(VENV) $(OLDEST) $(DOCS) site demo_output build dist *.egg-info
 
 $(VENV)/ready: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install $(PIP_OPTIONS) -c constraints.txt -e ".[test,quality]"
+	touch $@
+
+# it reads the package's source and imports none of it, so neither torch nor transformers is needed
+$(DOCS)/ready: setup.cfg constraints.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install $(PIP_OPTIONS) -c constraints.txt $$($(DOCS)/bin/python -c '$(PRINT_EXTRA)' docs)
 	touch $@
 
 # the oldest supported transformers, without Triton; everything else is read from the first environment

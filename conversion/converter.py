@@ -60,6 +60,7 @@ from .reports import (
     ConversionReport,
     describe_config_changes,
     describe_dtypes,
+    describe_sources,
     describe_start,
     format_bytes,
     own_fields,
@@ -156,6 +157,11 @@ def convert(
     """
     target = _get_target(to)
     options = {key: value for key, value in options.items() if value is not None}
+    # before the destination is looked at, which would be the next thing to refuse
+    if unknown := options.keys() - set(target.options):
+        raise ConversionError(
+            f"{target.name} has no option {', '.join(sorted(unknown))}. Its options are: {', '.join(target.options)}."
+        )
     if not isinstance(retrofit, bool | None):
         raise ConversionError(f"retrofit={retrofit!r}: must be True, False or None.")
     dtype_code = _check_dtype(dtype)
@@ -216,6 +222,7 @@ def convert(
         config_changes=config_changes,
         function_note=translated.function_note,
         retrofit=_is_retrofit(opened, target, translated, retrofit, plan.learns),
+        sources=describe_sources(config),
         kept=plan.kept,
         renamed=plan.renamed,
         dropped=plan.dropped,
@@ -381,10 +388,6 @@ def _plan_conversion(
         )
     if opened.config.get("quantization_config") is not None:
         raise ConversionError("The checkpoint is quantised (quantization_config). Convert the one it was made from.")
-    if unknown := options.keys() - set(target.options):
-        raise ConversionError(
-            f"{target.name} has no option {', '.join(sorted(unknown))}. Its options are: {', '.join(target.options)}."
-        )
     accepted = target.sources[layout.name]
     if retrofit and accepted.retrofit_fields is None:
         raise ConversionError(

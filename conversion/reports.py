@@ -1,6 +1,7 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """What a conversion did or would do, and what a checkpoint is, as data and as text."""
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -36,6 +37,9 @@ class ConversionReport:
         retrofit (`bool`, *optional*):
             Of a vanilla source, whether the result starts with its function, or as the method was published; None for
             a source with trained mixing.
+        sources (`list` of `str`):
+            What each layer reads of earlier ones, layers that read the same together; empty for methods in which all
+            layers read in the same way.
         kept, renamed, dropped, new (`list` of `str`):
             Names of the tensors: in the source's names where they were dropped, in the target's otherwise.
         nbytes (`int`):
@@ -71,6 +75,7 @@ class ConversionReport:
     push_to_hub: str | None = None
     pushed_to: str | None = None
     retrofit: bool | None = None
+    sources: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         lines = [
@@ -83,6 +88,7 @@ class ConversionReport:
             *(f"    new {names}" for names in _of_all_layers(self.new)),
             "  config:",
             *(f"    {printable(change, _VALUE_LIMIT)}" for change in self.config_changes),
+            *(f"  {'' if i else 'mixing:':9} {line}" for i, line in enumerate(self.sources)),
             f"  files:    {_shorten(self.files)}",
             *([f"  not copied: {_shorten(self.not_copied)}"] if self.not_copied else []),
             f"  start:    {describe_start(self.retrofit)}",
@@ -166,6 +172,44 @@ def describe_start(retrofit: bool | None) -> str:
 def _shorten(names: list[str], limit: int = 12) -> str:
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(printable(name, _NAME_LIMIT) for name in names[:limit]) + more
+
+
+def describe_sources(config: PreTrainedConfig, limit: int = 6) -> list[str]:
+    """What each layer reads of earlier ones, by the property of the configuration that says so."""
+    if hasattr(config, "depth_sources"):
+        found = [(f"layer {i}", _listed("layer", read)) for i, read in enumerate(config.depth_sources)]
+    elif hasattr(config, "average_sources"):
+        found = [
+            (f"after layer {i}", _listed("output", read) + " (0: the embedding)" if read else "")
+            for i, read in enumerate(config.average_sources, start=1)
+        ]
+    elif hasattr(config, "depth_slots"):
+        found = [
+            (f"layer {i}", f"slots {start} to {stop - 1}" if stop > start else "")
+            for i, (start, stop) in enumerate(config.depth_slots)
+        ]
+    elif hasattr(config, "num_finished_sources"):
+        *sites, last = config.num_finished_sources
+        found = [(f"sub-layer {i}", _finished(count)) for i, count in enumerate(sites)]
+        found.append(("final norm", _finished(last)))
+    else:
+        return []
+    lines = []
+    for read, group in itertools.groupby(found, key=lambda pair: pair[1]):
+        first, *others = [reader for reader, _ in group]
+        if read:
+            lines.append(f"{first}{f' to {others[-1]}' if others else ''}: {read}")
+    # the last ones read the most
+    return lines if len(lines) <= limit else [*lines[: limit - 2], f"… ({len(lines) - limit + 1} more)", lines[-1]]
+
+
+def _listed(what: str, read: Sequence[int], limit: int = 12) -> str:
+    shown = [str(i) for i in read] if len(read) <= limit else [*map(str, read[: limit - 1]), "…", str(read[-1])]
+    return f"{what}{'s' if len(read) > 1 else ''} {', '.join(shown)}" if read else ""
+
+
+def _finished(count: int) -> str:
+    return f"{count} finished source{'s' if count > 1 else ''} and the running sum" if count else ""
 
 
 def describe_dtypes(checkpoint: Checkpoint) -> dict[str, int]:

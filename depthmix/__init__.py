@@ -7,6 +7,7 @@ carries the code that is needed to load it without this package. Neither transfo
 before they are used.
 
 Each class of a method on a backbone is an attribute here, such as `DepthQwen3ForCausalLM` or `AttnResOlmo2Config`.
+`dir(depthmix)` lists them, and `help(depthmix.AttnResOlmo2Config)` explains one.
 """
 
 from importlib import import_module
@@ -16,6 +17,11 @@ from pkgutil import extend_path
 # in a checkout, where the folders of the subpackages lie beside this one, they are found in the installed package
 __path__ = extend_path(__path__, __name__)
 
+if len(__path__) > 1:
+    from depthmix.checkout import refuse_mixed_states
+
+    refuse_mixed_states(__path__)
+
 from depthmix.late_registration import register_when_used
 from depthmix.version import __version__ as __version__
 
@@ -23,7 +29,13 @@ from depthmix.version import __version__ as __version__
 register_when_used()
 
 _ENDINGS = ("Config", "PreTrainedModel", "Model", "ForCausalLM", "ForSequenceClassification")
-_FUNCTIONS = {"apply_liger_kernel": "depthmix.liger", "optimizer_groups": "depthmix.optimizer"}
+_FUNCTIONS = {
+    "apply_liger_kernel": "depthmix.liger",
+    "convert": "depthmix.conversion",
+    "optimizer_groups": "depthmix.optimizer",
+}
+# `help()` and a star import take these; with some hundred classes neither would be of use
+__all__ = sorted(["__version__", *_FUNCTIONS])
 _SUBMODULES = ("auto", "configuration", "conversion", "families", "hub", "kernels", "modeling", "optimizer")
 
 
@@ -33,18 +45,20 @@ def __getattr__(name: str):
     if name in _SUBMODULES:
         return import_module(f"depthmix.{name}")
     # what the import system and other libraries ask every module for
-    if name.startswith("__") and name != "__all__":
+    if name.startswith("__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from depthmix.families import FAMILIES
-
-    classes = {f"{family.prefix}{ending}": (family, ending) for family in FAMILIES.values() for ending in _ENDINGS}
-    if name == "__all__":
-        return sorted([*classes, *_FUNCTIONS, "__version__"])
+    classes = _classes()
     if name not in classes:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     family, ending = classes[name]
     return family.find_class(ending)
 
 
+def _classes() -> dict:
+    from depthmix.families import FAMILIES
+
+    return {f"{family.prefix}{ending}": (family, ending) for family in FAMILIES.values() for ending in _ENDINGS}
+
+
 def __dir__() -> list[str]:
-    return __getattr__("__all__")
+    return sorted([*__all__, *_classes()])

@@ -394,7 +394,7 @@ class DepthCausalLM(Base):
                 For how many of the last tokens, or for which ones, to compute logits; 0 is for all.
             skip_logits (`bool`, *optional*):
                 Whether to compute the loss without all logits in memory, and return none. Left out, it is done in
-                training, given labels, after [`apply_liger_kernel`](depthmix.apply_liger_kernel).
+                training, given labels, after [`depthmix.apply_liger_kernel`].
 
         Returns:
             [`DepthCausalLMOutputWithPast`], whose `logits` are `[B, T or fewer, vocab_size]`, in the dtype of the

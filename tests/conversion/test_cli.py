@@ -10,9 +10,17 @@ import threading
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from depthmix import __version__
+from depthmix import (
+    AttnResConfig,
+    DenseFormerConfig,
+    DepthQwen3Config,
+    MHCConfig,
+    MoDAOlmo2Config,
+    __version__,
+)
 from depthmix.conversion import cli
 from depthmix.conversion.cli import main
+from depthmix.conversion.reports import describe_sources
 
 
 @pytest.fixture
@@ -284,3 +292,42 @@ def test_as_a_process(qwen3_source, tmp_path):
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr.splitlines()[-1].startswith("depthmix: error: There is no folder")
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("config_class", "fields", "lines"),
+    [
+        (DepthQwen3Config, {"depth_stride": 4}, ["layer 1 to layer 4: layer 0", "layer 5 to layer 7: layers 0, 4"]),
+        (DepthQwen3Config, {"depth_stride": 0}, []),
+        (
+            DenseFormerConfig,
+            {"dwa_period": 4, "dwa_dilation": 4},
+            ["after layer 4: outputs 0, 4 (0: the embedding)", "after layer 8: outputs 0, 4, 8 (0: the embedding)"],
+        ),
+        (
+            AttnResConfig,
+            {"attnres_block_size": 8},
+            [
+                "sub-layer 1 to sub-layer 8: 1 finished source and the running sum",
+                "sub-layer 9 to final norm: 2 finished sources and the running sum",
+            ],
+        ),
+        (
+            MoDAOlmo2Config,
+            {},
+            [
+                *(f"layer {i}: slots 0 to {2 * i - 1}" for i in range(1, 5)),
+                "… (2 more)",
+                "layer 7: slots 0 to 13",
+            ],
+        ),
+        (MHCConfig, {}, []),
+    ],
+)
+def test_what_each_layer_reads(config_class, fields, lines):
+    assert describe_sources(config_class(num_hidden_layers=8, **fields)) == lines
+
+
+def test_report_says_what_each_layer_reads(qwen3_source, tmp_path, capsys):
+    main(["convert", str(qwen3_source()), str(tmp_path / "converted"), "--depth-stride", "2", "--dry-run"])
+    assert "\n  mixing:   layer 1 to layer 2: layer 0\n            layer 3: layers 0, 2\n" in capsys.readouterr().out

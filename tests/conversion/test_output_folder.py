@@ -172,6 +172,8 @@ class TestDestination:
     def test_not_empty(self, qwen3_source, workplace):
         (workplace / "notes.txt").write_text("mine")
         self.refused(qwen3_source(), workplace, "is not empty")
+        # what is wrong with the command itself comes first
+        self.refused("no/source", workplace, "depth_attention has no option dwa_period", dwa_period=2)
         self.refused(qwen3_source("other"), workplace, r"saved model.*\(1 found\):\n  - notes.txt$", overwrite=True)
         assert os.listdir(workplace) == ["notes.txt"]
         (workplace / "notes.txt").rename(workplace / "README.md")

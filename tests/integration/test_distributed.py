@@ -99,7 +99,7 @@ def one_process():
 
 @pytest.mark.parametrize("policy", [True, False], ids=["policy", "units of their own"])
 def test_mixing_parameters_move_under_fsdp(family, policy, tiny, token_ids, one_process):
-    """As README says: fp32 with a policy for bf16, or a bf16 model whose mixing modules are units of their own."""
+    """As docs/train.md says: fp32 with a policy for bf16, or bf16 with mixing modules that are units of their own."""
     fields = tiny | family.defaults | family.densest | {"num_hidden_layers": 3, "initializer_range": 0.02}
     model = family.head(family.head.config_class(**fields))
     mixing = {name: module for name, module in model.named_modules() if isinstance(module, MixingModule)}

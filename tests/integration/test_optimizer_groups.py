@@ -10,7 +10,7 @@ from depthmix.callbacks import gates_of
 from depthmix.modeling.mixing_modules import MixingModule
 
 
-# what a family adds and what of it decays, by the ends of the names; README lists the same
+# what a family adds and what of it decays, by the ends of the names; docs/train.md lists the same
 DECAYED = {
     "mhc": (".projection",),
     "moda_olmo2": ("depth_kv_proj.weight",),

@@ -73,7 +73,8 @@ def test_wheels(distributions):
         required = {requirement.name for requirement in requirements if not requirement.marker}
         # neither Triton nor what only tests and checks need is forced on users
         assert required == {"torch", "transformers", "accelerate", "huggingface_hub", "pyyaml", "safetensors", "tqdm"}
-        assert set(metadata.get_all("Provides-Extra")) == {"liger", "parity", "peft", "quality", "serve", "test"}
+        extras = {"docs", "liger", "parity", "peft", "quality", "serve", "test"}
+        assert set(metadata.get_all("Provides-Extra")) == extras
         assert dict(scripts["console_scripts"]) == {"depthmix": "depthmix.__main__:main"}
     assert sdist.name == f"{prefix}.tar.gz"
 

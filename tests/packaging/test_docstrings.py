@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("benchmarks", "configuration", "conversion", "depthmix", "examples", "kernels", "modeling")
 # bases that leave the forward to what derives from them
 WITHOUT_FORWARD = ("AttnResSite", "DecoderLayer", "MixingModule")
-MODELS = [name for name in depthmix.__all__ if hasattr(getattr(depthmix, name), "forward")]
+MODELS = [name for name in dir(depthmix) if hasattr(getattr(depthmix, name), "forward")]
 
 
 @pytest.mark.parametrize("ending", ["Model", "ForCausalLM", "ForSequenceClassification"])

@@ -1,8 +1,12 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """`import depthmix`, from anywhere and with whatever else is or is not installed."""
 
+import configparser
 import json
 import os
+import pydoc
+import re
+import shutil
 import subprocess
 import sys
 from importlib import import_module
@@ -11,6 +15,7 @@ from pathlib import Path
 import pytest
 from transformers.utils import import_utils
 
+from depthmix import checkout
 from depthmix.families import FAMILIES
 
 
@@ -90,8 +95,8 @@ PUBLIC = ("depthmix", "depthmix.conversion", "depthmix.kernels")
 def test_public_names_are_documented(package):
     module = import_module(package)
     assert module.__doc__
-    assert module.__all__ == sorted(module.__all__) or package == "depthmix"
-    for name in module.__all__:
+    assert module.__all__ == sorted(module.__all__)
+    for name in dir(module) if package == "depthmix" else module.__all__:
         public = getattr(module, name)
         if not name.startswith("__"):
             # their own words, not those of a stock class
@@ -99,9 +104,59 @@ def test_public_names_are_documented(package):
 
 
 def test_umbrella_offers_all_configurations_and_models():
-    offered = import_module("depthmix").__all__
-    assert dir(import_module("depthmix")) == offered
+    offered = dir(import_module("depthmix"))
+    assert {*import_module("depthmix").__all__} < {*offered}
     for family in FAMILIES.values():
         for ending in ("Config", "PreTrainedModel", "Model", "ForCausalLM", "ForSequenceClassification"):
             name = f"{family.prefix}{ending}"
             assert name in offered and getattr(import_module("depthmix"), name).__name__ == name
+
+
+@pytest.mark.once
+def test_help_fits_on_a_few_screens():
+    text = pydoc.render_doc(import_module("depthmix"), renderer=pydoc.plaintext)
+    assert text.count("\n") < 300
+    assert "optimizer_groups(" in text and "DepthQwen3ForCausalLM" in text
+
+
+def copy_packages(tmp_path, *, edited: str):
+    """A clone, and beside it what `pip install .` makes of it; then the clone changes."""
+    clone, installed = tmp_path / "clone", tmp_path / "site-packages" / "depthmix"
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    for line in setup["options"]["package_dir"].strip().splitlines():
+        name, folder = (part.strip() for part in line.split("="))
+        shutil.copytree(ROOT / folder, clone / folder)
+        shutil.copytree(ROOT / folder, installed.parent.joinpath(*name.split(".")), dirs_exist_ok=True)
+    shutil.copy(ROOT / "setup.cfg", clone)
+    with open(clone / edited, "a", encoding="utf-8") as file:
+        file.write("# pulled\n")
+    return clone, installed
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("edited", ["depthmix/hub.py", "modeling/depth_decoder.py", "kernels/depth_ops/a_new_one.py"])
+def test_a_clone_beside_another_state_is_refused(tmp_path, edited):
+    clone, installed = copy_packages(tmp_path, edited=edited)
+    found = [str(clone / "depthmix"), str(installed)]
+    with pytest.raises(ImportError, match=f"another state: {re.escape(edited)} differs. Start Python"):
+        checkout.refuse_mixed_states(found)
+    # whoever finds all of it in one place has no mix
+    checkout.refuse_mixed_states(found[::-1])
+    checkout.refuse_mixed_states(found[:1])
+    shutil.copy(clone / edited, installed / edited.replace("kernels/depth_ops", "kernels").removeprefix("depthmix/"))
+    checkout.refuse_mixed_states(found)
+
+
+@pytest.mark.once
+def test_python_in_a_clone_beside_another_state_says_so(tmp_path):
+    clone, installed = copy_packages(tmp_path, edited="conversion/cli.py")
+    # -S: without the editable install of the test environment
+    run = subprocess.run(
+        [sys.executable, "-S", "-c", "import depthmix"],
+        cwd=clone,
+        env=os.environ | {"PYTHONPATH": str(installed.parent)},
+        capture_output=True,
+        text=True,
+    )
+    assert "ImportError" in run.stderr and "conversion/cli.py differs" in run.stderr
