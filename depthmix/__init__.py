@@ -24,7 +24,17 @@ register_when_used()
 
 _ENDINGS = ("Config", "PreTrainedModel", "Model", "ForCausalLM", "ForSequenceClassification")
 _FUNCTIONS = {"apply_liger_kernel": "depthmix.liger", "optimizer_groups": "depthmix.optimizer"}
-_SUBMODULES = ("auto", "configuration", "conversion", "families", "hub", "kernels", "modeling", "optimizer")
+_SUBMODULES = (
+    "auto",
+    "configuration",
+    "conversion",
+    "families",
+    "hub",
+    "inspection",
+    "kernels",
+    "modeling",
+    "optimizer",
+)
 
 
 def __getattr__(name: str):
