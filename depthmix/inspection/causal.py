@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from depthmix.kernels.depth_precision import accumulation_dtype
+
 from .measures import DepthMap, make_map, token_mask
 from .sites import Mix, NothingLeftError, Site
 from .watch import evaluation, run, viewing, watch
@@ -208,7 +210,7 @@ def next_token_loss(output: Any, inputs: Mapping[str, Tensor]) -> Tensor:
     mask = token_mask(inputs, logits.unsqueeze(1))
     counts = mask[:, 1:] & mask[:, :-1]
     loss = nn.functional.cross_entropy(
-        logits[:, :-1].float().transpose(1, 2), ids[:, 1:].to(logits.device), reduction="none"
+        logits[:, :-1].to(accumulation_dtype(logits)).transpose(1, 2), ids[:, 1:].to(logits.device), reduction="none"
     )
     return (loss * counts).sum() / counts.sum().clamp(min=1)
 

@@ -60,8 +60,9 @@ class MoDASites(MethodSites):
             share = of_tokens.sum(-1, keepdim=True)
 
             def entries() -> list[Tensor]:
-                smallest = torch.finfo(share.dtype).tiny
-                read = torch.matmul(of_tokens / share.clamp(min=smallest), repeat_heads(values, groups).float())
+                # padding may read no token at all
+                shares = of_tokens / torch.where(share > 0, share, 1)
+                read = torch.matmul(shares, repeat_heads(values, groups).float())
                 return [read, *(repeat_heads(slot.transpose(1, 2), groups) for slot in slots[1])]
 
             mix = Mix(site, torch.cat([share, of_slots], dim=-1), entries)

@@ -107,10 +107,13 @@ def decoder_of(model: nn.Module) -> tuple[Any, MethodSites]:
 
 
 def _refuse_recomputation(decoder: Any, _: Any) -> None:
-    if decoder.training and decoder.gradient_checkpointing and torch.is_grad_enabled():
+    # every layer, or some of them, has the mark
+    if torch.is_grad_enabled() and any(
+        layer.training and getattr(layer, "gradient_checkpointing", False) for layer in decoder.layers
+    ):
         raise RuntimeError(
-            "gradient_checkpointing: layers would be computed again in the backward pass, without what is changed here. "
-            "Call model.gradient_checkpointing_disable(), or use torch.no_grad()."
+            "gradient_checkpointing: layers would be computed again in the backward pass, without what is changed "
+            "here. Switch it off, or use torch.no_grad()."
         )
 
 
