@@ -7,6 +7,7 @@ It is called `depthmix.inspection` since `depthmix inspect` is a command that sa
 """
 
 from .causal import ablate, ablated, importance_map, patch, patched
+from .lens import Lens, logit_lens
 from .measures import (
     DepthMap,
     Magnitudes,
@@ -22,6 +23,7 @@ from .sites import Site
 
 __all__ = [
     "DepthMap",
+    "Lens",
     "Magnitudes",
     "Site",
     "SiteWeights",
@@ -31,6 +33,7 @@ __all__ = [
     "depth_weights",
     "gate_values",
     "importance_map",
+    "logit_lens",
     "output_magnitudes",
     "patch",
     "patched",

@@ -237,7 +237,7 @@ def token_mask(inputs: Mapping[str, Tensor], weights: Tensor) -> Tensor:
 
 
 def _mean_over_tokens(values: Tensor, mask: Tensor) -> Tensor:
-    """Of `[B, H, T, N]` the mean over the tokens that count, `[H, N]`."""
+    """The mean of `[B, H, T, N]` over the tokens that count, `[H, N]`."""
     counted = mask[:, None, :, None].to(values.dtype)
     return (values * counted).sum((0, 2)) / counted.sum().clamp(min=1)
 

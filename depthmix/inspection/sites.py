@@ -147,6 +147,8 @@ class Mix:
 
 # gets the place of a site in the list of all and its mix; returns the sum to go on with, None for the model's own
 See = Callable[[int, Mix], Tensor | None]
+# gets a site, the place of a source in it, and what the source adds to the hidden states
+Keep = Callable[[Site, int, Tensor], None]
 
 
 class MethodSites:
@@ -162,6 +164,18 @@ class MethodSites:
         for that the stack undoes. The operations of the model are the reference ones by then.
         """
         raise NotImplementedError
+
+    def splitter(self, decoder: nn.Module, keep: Keep, stack: ExitStack) -> Callable[[int, Mix], None]:
+        """
+        A viewer that gives `keep`, for each source of each site, what the source alone adds to the hidden states,
+        `[B, T, hidden]`. Here it is what it adds to the mix.
+        """
+
+        def split(place: int, mix: Mix) -> None:
+            for i in range(len(mix.site.sources)):
+                keep(mix.site, i, mix.contribution(i).squeeze(1))
+
+        return split
 
     def ending(self, decoder: nn.Module, keep: Callable[[int, Tensor], None], stack: ExitStack) -> None:
         """
@@ -186,6 +200,44 @@ class MethodSites:
     def final_state(self, decoder: nn.Module, hidden_states: Tensor) -> Tensor:
         """What the final norm gets `[B, T, hidden]` of the hidden states that a layer returns."""
         return hidden_states
+
+
+class ValueSites(MethodSites):
+    """Sites that mix values. What a source adds to the hidden states is then what the attention makes of its part."""
+
+    def values_of(self, attention: Any, contribution: Tensor) -> Tensor:
+        """Values `[B, Hkv, T, d]` as the attention reads them, from what a source adds to the mix."""
+        return contribution
+
+    def splitter(self, decoder: nn.Module, keep: Keep, stack: ExitStack) -> Callable[[int, Mix], None]:
+        mixes: dict[int, Mix] = {}
+
+        def split(place: int, mix: Mix) -> None:
+            mixes[mix.site.number % len(decoder.layers)] = mix
+
+        def attach(number: int, layer: Any) -> None:
+            attention, read = layer.self_attn, layer.self_attn.read
+
+            def read_parts(query, keys, values, attention_mask, kwargs):
+                if (mix := mixes.pop(number, None)) is not None:
+                    # a bias of the projection is no part of any
+                    nothing, _ = read(query, keys, torch.zeros_like(values), attention_mask, kwargs)
+                    for i in range(len(mix.site.sources)):
+                        part = self.values_of(attention, mix.contribution(i)).to(values.dtype)
+                        output, _ = read(query, keys, part, attention_mask, kwargs)
+                        keep(mix.site, i, after_attention(layer, output - nothing))
+                return read(query, keys, values, attention_mask, kwargs)
+
+            override(attention, "read", read_parts, stack)
+
+        for number, layer in enumerate(decoder.layers):
+            attach(number, layer)
+        return split
+
+
+def after_attention(layer: Any, output: Tensor) -> Tensor:
+    """What the output of an attention adds to the hidden states: on some backbones a norm stands between the two."""
+    return output if getattr(layer, "norms_sum", False) else layer.normalise(1, output)
 
 
 def layer_names(config: Any) -> tuple[str, ...]:

@@ -8,10 +8,10 @@ from torch import nn
 
 from depthmix.kernels import depth_value_mix, depth_value_weights
 
-from .sites import OWN, MethodSites, Mix, See, Site, layer_names, override
+from .sites import OWN, Mix, See, Site, ValueSites, layer_names, override
 
 
-class DepthAttentionSites(MethodSites):
+class DepthAttentionSites(ValueSites):
     """
     Each layer with sources mixes values, those of the source layers, as these have mixed them, and its own, with
     weights for each key-value head. With a gate, its own weight holds what the gate keeps from the others.

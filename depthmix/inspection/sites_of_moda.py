@@ -1,6 +1,7 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """The sites of Mixture-of-Depths Attention: the attention of each layer that reads depth slots."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from depthmix.modeling.decoder_layers import repeat_heads
 from depthmix.modeling.modeling_moda import eager_moda_attention
 
-from .sites import MethodSites, Mix, See, Site, layer_names, override
+from .sites import Keep, MethodSites, Mix, See, Site, after_attention, layer_names, override
 
 
 TOKENS = "tokens"
@@ -70,6 +71,17 @@ class MoDASites(MethodSites):
             return (output if found is None else found.to(output.dtype)), weights
 
         override(attention, "read_with_slots", read_and_see, stack)
+
+    def splitter(self, decoder: Any, keep: Keep, stack: ExitStack) -> Callable[[int, Mix], None]:
+        def split(place: int, mix: Mix) -> None:
+            layer = decoder.layers[mix.site.number]
+            for i in range(len(mix.site.sources)):
+                part = mix.contribution(i).transpose(1, 2).to(decoder.dtype)
+                project = layer.self_attn.project_output
+                # without the bias of the projection
+                keep(mix.site, i, after_attention(layer, project(part) - project(torch.zeros_like(part))))
+
+        return split
 
 
 SITES = MoDASites()

@@ -4,12 +4,12 @@
 from contextlib import ExitStack
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from .sites import OWN, MethodSites, Mix, See, Site, layer_names, whole
+from .sites import OWN, Mix, See, Site, ValueSites, layer_names, whole
 
 
-class ValueResidualSites(MethodSites):
+class ValueResidualSites(ValueSites):
     """Each layer but the first adds the first layer's value to its own, with two weights that are parameters."""
 
     def of(self, config: Any) -> tuple[Site, ...]:
@@ -26,6 +26,11 @@ class ValueResidualSites(MethodSites):
 
             value_mix = decoder.layers[site.number].self_attn.value_mix
             stack.callback(value_mix.register_forward_hook(look).remove)
+
+    def values_of(self, attention: Any, contribution: Tensor) -> Tensor:
+        flat = contribution.squeeze(1)
+        flat = flat if attention.clip is None else flat.clamp(-attention.clip, attention.clip)
+        return flat.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
 
 
 SITES = ValueResidualSites()
