@@ -18,6 +18,7 @@ from .measures import (
     output_magnitudes,
     source_entropy,
 )
+from .plot import plot
 from .sites import Site
 
 
@@ -37,6 +38,7 @@ __all__ = [
     "output_magnitudes",
     "patch",
     "patched",
+    "plot",
     "source_entropy",
 ]
 

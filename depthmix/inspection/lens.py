@@ -1,5 +1,5 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
-"""The logit lens: what the head would predict from what a model has after a layer or a loop, or from a source alone."""
+"""The logit lens: what the head would predict after a layer or a loop, or from a source alone."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
