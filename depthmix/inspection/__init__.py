@@ -20,6 +20,7 @@ from .measures import (
 )
 from .plot import plot
 from .sites import Site
+from .streams import StreamMaps, stream_maps
 
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "Magnitudes",
     "Site",
     "SiteWeights",
+    "StreamMaps",
     "ablate",
     "ablated",
     "depth_map",
@@ -40,6 +42,7 @@ __all__ = [
     "patched",
     "plot",
     "source_entropy",
+    "stream_maps",
 ]
 
 

@@ -110,7 +110,7 @@ def logit_lens(
     return Lens(tuple(states), torch.stack([each.to(logits[-1].device) for each in logits]))
 
 
-def _head_of(model: nn.Module, decoder: nn.Module) -> nn.Module:
+def _head_of(model: nn.Module, decoder: Any) -> nn.Module:
     for module in model.modules():
         if getattr(module, "model", None) is decoder and isinstance(
             head := getattr(module, "lm_head", None), nn.Module

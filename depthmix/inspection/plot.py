@@ -193,5 +193,5 @@ def plot_text(model: str, text: str | Path, path: str | Path, tokens: int = 512,
     ids = tokenizer(content, return_tensors="pt", truncation=True, max_length=tokens)
     if ids["input_ids"].shape[1] < 2:
         raise ValueError(f"{text} has fewer than two tokens.")
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto", trust_remote_code=False)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype="auto", trust_remote_code=False)
     return plot(loaded.to("cuda" if torch.cuda.is_available() else "cpu"), dict(ids), path, importance)

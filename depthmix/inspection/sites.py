@@ -2,6 +2,8 @@
 """
 What all methods have in common for those who look inside: sites, where a layer mixes sources, and mixes themselves.
 
+Base models are of any class here: the code of a saved model has classes of its own.
+
 A method says in a module of its own, `sites_of_<method>`, which sites it has and how one of them is seen and changed
 while a model runs. Everything else is written once, in terms of these.
 
@@ -158,14 +160,14 @@ class MethodSites:
         """The sites of a model with this configuration, in the order in which they run."""
         raise NotImplementedError
 
-    def attach(self, decoder: nn.Module, see: See, stack: ExitStack) -> None:
+    def attach(self, decoder: Any, see: See, stack: ExitStack) -> None:
         """
         Lets `see` have each mix of a base model that runs, and lets the model go on with what it returns. What is done
         for that the stack undoes. The operations of the model are the reference ones by then.
         """
         raise NotImplementedError
 
-    def splitter(self, decoder: nn.Module, keep: Keep, stack: ExitStack) -> Callable[[int, Mix], None]:
+    def splitter(self, decoder: Any, keep: Keep, stack: ExitStack) -> Callable[[int, Mix], None]:
         """
         A viewer that gives `keep`, for each source of each site, what the source alone adds to the hidden states,
         `[B, T, hidden]`. Here it is what it adds to the mix.
@@ -177,7 +179,7 @@ class MethodSites:
 
         return split
 
-    def ending(self, decoder: nn.Module, keep: Callable[[int, Tensor], None], stack: ExitStack) -> None:
+    def ending(self, decoder: Any, keep: Callable[[int, Tensor], None], stack: ExitStack) -> None:
         """
         Gives `keep`, by the number of layers that have run, what the final norm would get `[B, T, hidden]` if the
         model ended after them.
@@ -197,7 +199,7 @@ class MethodSites:
         for layer in decoder.layers:
             stack.callback(layer.register_forward_hook(note).remove)
 
-    def final_state(self, decoder: nn.Module, hidden_states: Tensor) -> Tensor:
+    def final_state(self, decoder: Any, hidden_states: Tensor) -> Tensor:
         """What the final norm gets `[B, T, hidden]` of the hidden states that a layer returns."""
         return hidden_states
 
@@ -209,7 +211,7 @@ class ValueSites(MethodSites):
         """Values `[B, Hkv, T, d]` as the attention reads them, from what a source adds to the mix."""
         return contribution
 
-    def splitter(self, decoder: nn.Module, keep: Keep, stack: ExitStack) -> Callable[[int, Mix], None]:
+    def splitter(self, decoder: Any, keep: Keep, stack: ExitStack) -> Callable[[int, Mix], None]:
         mixes: dict[int, Mix] = {}
 
         def split(place: int, mix: Mix) -> None:
@@ -255,14 +257,14 @@ def sub_layer_name(number: int) -> str:
     return f"layer {number // 2} {'mlp' if number % 2 else 'attention'}"
 
 
-def override(module: nn.Module, name: str, function: Callable, stack: ExitStack) -> None:
-    """Puts a function in place of a method of one module, until the stack is closed."""
+def override(module: nn.Module, name: str, member: Any, stack: ExitStack) -> None:
+    """Puts something in place of an attribute, or of a method, of one module, until the stack is closed."""
     members = vars(module)
     if name in members:
         stack.callback(members.__setitem__, name, members[name])
     else:
         stack.callback(members.pop, name)
-    members[name] = function
+    members[name] = member
 
 
 def whole(parameter: Tensor) -> Tensor:
@@ -281,7 +283,7 @@ def whole(parameter: Tensor) -> Tensor:
     return found
 
 
-def see_updates(decoder: nn.Module, keep: Callable[[int, Tensor], None], stack: ExitStack) -> None:
+def see_updates(decoder: Any, keep: Callable[[int, Tensor], None], stack: ExitStack) -> None:
     """
     Gives `keep` what each sub-layer adds to the hidden states, by its number, two for each layer: its output, after
     the norm that stands there on some backbones. The operations of the model are the reference ones by then.

@@ -40,7 +40,7 @@ class AttnResSites(MethodSites):
         blocks = range(count - 1)
         return (EMBEDDINGS, *(f"block {i}" if size > 1 else sub_layer_name(i) for i in blocks))
 
-    def attach(self, decoder: nn.Module, see: See, stack: ExitStack) -> None:
+    def attach(self, decoder: Any, see: See, stack: ExitStack) -> None:
         for place, (site, mixer) in enumerate(self._mixers(decoder)):
 
             def ask(_, args):
@@ -71,7 +71,7 @@ class AttnResSites(MethodSites):
             stack.callback(mixer.register_forward_pre_hook(ask).remove)
             stack.callback(mixer.register_forward_hook(look_additive if decoder.is_additive else look).remove)
 
-    def ending(self, decoder: nn.Module, keep: Callable[[int, Tensor], None], stack: ExitStack) -> None:
+    def ending(self, decoder: Any, keep: Callable[[int, Tensor], None], stack: ExitStack) -> None:
         if decoder.is_additive:
             super().ending(decoder, keep, stack)
             return

@@ -4,8 +4,6 @@
 from contextlib import ExitStack
 from typing import Any
 
-from torch import nn
-
 from .sites import EMBEDDINGS, MethodSites, Mix, See, Site, layer_names, whole
 
 
@@ -21,7 +19,7 @@ class DenseFormerSites(MethodSites):
             if sources
         )
 
-    def attach(self, decoder: nn.Module, see: See, stack: ExitStack) -> None:
+    def attach(self, decoder: Any, see: See, stack: ExitStack) -> None:
         for place, site in enumerate(self.of(decoder.config)):
 
             def look(average, sources, output, place=place, site=site):

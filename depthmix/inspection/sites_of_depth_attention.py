@@ -4,8 +4,6 @@
 from contextlib import ExitStack
 from typing import Any
 
-from torch import nn
-
 from depthmix.kernels import depth_value_mix, depth_value_weights
 
 from .sites import OWN, Mix, See, Site, ValueSites, layer_names, override
@@ -25,7 +23,7 @@ class DepthAttentionSites(ValueSites):
             if sources
         )
 
-    def attach(self, decoder: nn.Module, see: See, stack: ExitStack) -> None:
+    def attach(self, decoder: Any, see: See, stack: ExitStack) -> None:
         sites = {site.number: (i, site) for i, site in enumerate(self.of(decoder.config))}
         for i, layer in enumerate(decoder.layers):
             self._attach_to(layer.self_attn, i, sites, see, stack)

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from depthmix.kernels.depth_precision import accumulation_dtype, without_autocast
 from depthmix.kernels.hyper_connection_reference import hyper_connection_maps
@@ -27,7 +27,7 @@ class MHCSites(MethodSites):
             Site(target, (EMBEDDINGS, *names[:number]), number) for number, target in enumerate((*names, OUTPUT))
         )
 
-    def attach(self, decoder: nn.Module, see: See, stack: ExitStack) -> None:
+    def attach(self, decoder: Any, see: See, stack: ExitStack) -> None:
         connections = [c for layer in decoder.layers for c in (layer.attn_connection, layer.mlp_connection)]
         sites = self.of(decoder.config)
         # of this call: what sub-layers have written, how much of each source every stream has, and what the last
@@ -44,9 +44,9 @@ class MHCSites(MethodSites):
             else:
                 assert last_maps is not None
                 residual, post = last_maps
-                shares[:] = [*((residual @ share.unsqueeze(-1)).squeeze(-1) for share in shares), post]
-            with without_autocast(streams):
-                weights = torch.stack([(reads * share).sum(-1) for share in shares], dim=-1)
+                with without_autocast(streams):
+                    shares[:] = [*((residual @ share.unsqueeze(-1)).squeeze(-1) for share in shares), post]
+            weights = torch.stack([(reads * share).sum(-1) for share in shares], dim=-1)
             entries = [updates[i - 1].unsqueeze(1) for i in range(number + 1)]
             mix = Mix(sites[number], weights.unsqueeze(1), entries)
             found = see(number, mix)
@@ -59,24 +59,14 @@ class MHCSites(MethodSites):
         def look(connection, args, output, number):
             nonlocal last_maps
             mixed, residual, post, streams = output
-            parameters = [getattr(connection, name) for name in ("norm_weight", "projection", *_ALPHAS, *_LOGITS)]
-            with without_autocast(streams):
-                reads, _, _ = hyper_connection_maps(
-                    streams.to(accumulation_dtype(streams)),
-                    *map(whole, parameters),
-                    eps=connection.eps,
-                    iterations=1,
-                    order=connection.order,
-                )
-                found = add_up(number, streams, reads, mixed)
+            found = add_up(number, streams, reads_of(connection, streams), mixed)
             last_maps = residual, post
             return None if found is None else (found, residual, post, streams)
 
         def look_at_readout(readout, args, output):
             (streams,) = args
             shares_of_streams = whole(readout.logits).to(accumulation_dtype(streams)).softmax(-1)
-            with without_autocast(streams):
-                return add_up(len(connections), streams, shares_of_streams.expand(streams.shape[:-1]), output)
+            return add_up(len(connections), streams, shares_of_streams.expand(streams.shape[:-1]), output)
 
         see_updates(decoder, lambda number, update: updates.update({number: update}), stack)
         for number, connection in enumerate(connections):
@@ -90,6 +80,21 @@ class MHCSites(MethodSites):
 
     def final_state(self, decoder: Any, hidden_states: Tensor) -> Tensor:
         return decoder.stream_readout.forward(hidden_states)
+
+
+def reads_of(connection: Any, streams: Tensor) -> Tensor:
+    """The weights `[B, T, streams]` by which a sub-layer reads streams `[B, T, streams, hidden]`."""
+    parameters = [getattr(connection, name) for name in ("norm_weight", "projection", *_ALPHAS, *_LOGITS)]
+    with without_autocast(streams):
+        # the matrix is not looked at
+        reads, _, _ = hyper_connection_maps(
+            streams.to(accumulation_dtype(streams)),
+            *map(whole, parameters),
+            eps=connection.eps,
+            iterations=1,
+            order=connection.order,
+        )
+    return reads
 
 
 _ALPHAS = ("alpha_pre", "alpha_post", "alpha_residual")

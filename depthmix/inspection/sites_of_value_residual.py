@@ -4,7 +4,7 @@
 from contextlib import ExitStack
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from .sites import OWN, Mix, See, Site, ValueSites, layer_names, whole
 
@@ -16,7 +16,7 @@ class ValueResidualSites(ValueSites):
         first, *others = layer_names(config)
         return tuple(Site(name, (first, OWN), i) for i, name in enumerate(others, start=1))
 
-    def attach(self, decoder: nn.Module, see: See, stack: ExitStack) -> None:
+    def attach(self, decoder: Any, see: See, stack: ExitStack) -> None:
         for place, site in enumerate(self.of(decoder.config)):
 
             def look(value_mix, values, output, place=place, site=site):

@@ -6,7 +6,7 @@ While a model is watched its operations are the reference ones, whatever its con
 no mix to show. Compiled forwards run as they are written. When nobody watches any longer all is as before.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,7 +26,7 @@ Viewer = Callable[[int, Mix], None]
 class Watch:
     """Those who look at the mixes of a base model. First come those who change them, then those who read."""
 
-    def __init__(self, decoder: nn.Module, method: MethodSites):
+    def __init__(self, decoder: Any, method: MethodSites):
         self.decoder, self.method = decoder, method
         self.sites: tuple[Site, ...] = method.of(decoder.config)
         self.editors: list[Viewer] = []
@@ -97,10 +97,11 @@ def decoder_of(model: nn.Module) -> tuple[Any, MethodSites]:
     Raises:
         `TypeError`: if there is no model of this package in it.
     """
-    for module in model.modules() if isinstance(model, nn.Module) else ():
+    modules: Iterable[Any] = model.modules() if isinstance(model, nn.Module) else ()
+    for module in modules:
         # by the attribute: the code of a saved model has classes of its own
         if hasattr(type(module), "ledger_class"):
-            family = FAMILIES.get(module.config.model_type)  # type: ignore[union-attr]
+            family = FAMILIES.get(module.config.model_type)
             if family is not None:
                 return module, method_sites(family.method)
     raise TypeError(f"model is a {type(model).__name__}: there is no model of depthmix in it.")

@@ -15,6 +15,7 @@ from depthmix.inspection import (
     gate_values,
     output_magnitudes,
     source_entropy,
+    stream_maps,
 )
 from depthmix.inspection.measures import _in_order
 from depthmix.inspection.sites import MethodSites, whole
@@ -129,6 +130,27 @@ def test_unrolled_streams_are_what_sub_layers_read(small, inputs):
         parts = weights[target][:, 0].unsqueeze(-1)
         found = sum(parts[:, :, j] * updates[j] for j in range(parts.shape[2]))
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_stream_maps(small, inputs):
+    """They are what carries streams from one connection to the next."""
+    model, streams, updates = small("mhc", mhc_num_streams=3, mhc_sinkhorn_iters=3), [], []
+    read = []
+    for layer in model.model.layers:
+        for connection, part in ((layer.attn_connection, layer.self_attn), (layer.mlp_connection, layer.mlp)):
+            connection.register_forward_hook(lambda _, args, out: streams.append(args[0]) or read.append(out[0]))
+            part.register_forward_hook(lambda _, __, out: updates.append(out[0] if isinstance(out, tuple) else out))
+    model(**inputs)
+    before, after, added = streams[3].clone(), streams[4].clone(), updates[3].clone()
+    mixed = read[3].clone()
+    maps = stream_maps(model, inputs)
+    assert [each.target for each in maps][:3] == ["layer 0 attention", "layer 0 mlp", "layer 1 attention"]
+    found = maps[3]
+    torch.testing.assert_close((found.reads.unsqueeze(-1) * before).sum(-2), mixed, atol=1e-5, rtol=1e-5)
+    written = found.matrix @ before + found.writes.unsqueeze(-1) * added.unsqueeze(-2)
+    torch.testing.assert_close(written, after, atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match="has no residual streams"):
+        stream_maps(small("denseformer"), inputs)
 
 
 def test_names(small, inputs):
