@@ -55,6 +55,7 @@ VARIANTS = (
 )
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("model", VARIANTS, indirect=True)
 @torch.no_grad()
 def test_hooks_on_every_module(model, inputs):

@@ -7,6 +7,9 @@ import torch
 from depthmix.inspection import ablate, depth_weights, logit_lens
 
 
+pytestmark = pytest.mark.once
+
+
 def assert_equal(found, expected):
     torch.testing.assert_close(found, expected, atol=3e-5, rtol=1e-4)
 
@@ -100,7 +103,6 @@ def test_positions(small, inputs):
         logit_lens(model, inputs, positions=[7])
 
 
-@pytest.mark.once
 def test_refuses(small, inputs):
     with pytest.raises(ValueError, match="over='heads': must be one of layers, loops, sources"):
         logit_lens(small("attnres"), inputs, over="heads")
