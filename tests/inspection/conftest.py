@@ -60,6 +60,12 @@ def small():
     return build_small
 
 
+@pytest.fixture
+def variants():
+    """Name to model type and fields of each."""
+    return VARIANTS
+
+
 @pytest.fixture(params=VARIANTS)
 def model(request):
     """A model of each of the variants."""

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from depthmix.families import METHODS, method_sites
+from depthmix.families import FAMILIES, METHODS, method_sites
 from depthmix.inspection import (
     Site,
     SiteWeights,
@@ -22,10 +22,10 @@ from depthmix.inspection.sites import MethodSites, whole
 from depthmix.inspection.watch import evaluation, run, viewing, watch
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_every_method_has_sites(method):
-    assert isinstance(method_sites(method), MethodSites)
-    assert type(method_sites(method)).__doc__
+def test_every_method_has_sites_and_a_variant(variants):
+    assert {FAMILIES[model_type].method for model_type, _ in variants.values()} == {*METHODS}
+    for method in METHODS:
+        assert isinstance(method_sites(method), MethodSites) and type(method_sites(method)).__doc__
 
 
 def weights_of(model, inputs):

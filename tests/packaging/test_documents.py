@@ -3,6 +3,7 @@
 
 import re
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -95,3 +96,14 @@ def test_recipes_of_retrofits_run(tmp_path, run_blocks):
     trained = [name for name, parameter in namespace["model"].named_parameters() if parameter.requires_grad]
     assert trained and all("depth_gate" in name for name in trained)
     assert (tmp_path / "qwen3-depth-lora" / "model.safetensors").is_file()
+
+
+def test_looking_inside_runs(tmp_path, run_blocks, capsys):
+    pytest.importorskip("matplotlib")
+    text = (ROOT / "docs" / "looking_inside.md").read_text()
+    if find_spec("nnsight") is None:
+        text = re.sub(r"```python\nimport nnsight.*?```", "", text, flags=re.DOTALL)
+    count, namespace = run_blocks("docs/looking_inside.md", text, "examples/tiny_qwen3_python", "Qwen/Qwen3-0.6B")
+    assert count == 6 + (find_spec("nnsight") is not None)
+    assert (tmp_path / "depth.png").is_file() and len(namespace["lens"].labels) == 9
+    assert "('layer 1', 'layer 2', 'layer 3'" in capsys.readouterr().out
