@@ -126,6 +126,25 @@ def _make_parser() -> argparse.ArgumentParser:
     command.add_argument("--revision", metavar="R", help="branch, tag or commit of a checkpoint on the Hub")
 
     command = commands.add_parser(
+        "plot",
+        help="draw what a model does with its layers",
+        description="Draws, of a saved depthmix model on a text, the mean depth weights, how evenly layers use their "
+        "sources, how large their outputs are, and the gates. Needs matplotlib: pip install depthmix[plot]",
+    )
+    command.set_defaults(run=_plot)
+    command.add_argument("model", metavar="MODEL", help="folder of a saved depthmix model, or Hub id")
+    command.add_argument("--text", metavar="FILE", required=True, help="text in UTF-8 that the model reads")
+    command.add_argument("-o", "--output", metavar="OUT", required=True, help="the picture: out.png, out.pdf, ...")
+    command.add_argument(
+        "--tokens", metavar="N", type=int, default=512, help="most tokens of the text (default: %(default)s)"
+    )
+    command.add_argument(
+        "--importance",
+        action="store_true",
+        help="draw also by how much the loss grows without each source, which takes a forward for each",
+    )
+
+    command = commands.add_parser(
         "bundle", help="add the code to a saved model", description="Adds this version's code to a saved model."
     )
     command.set_defaults(run=_bundle)
@@ -198,6 +217,16 @@ def _add_options(command: argparse.ArgumentParser) -> None:
 def _fold_gates(folder: str, dest: str, overwrite: bool) -> str:
     gates = fold_gates(folder, dest, overwrite=overwrite)
     return "\n".join([f"Left out, since all their values were one, and written to {dest}:", *gates])
+
+
+def _plot(model: str, text: str, output: str, tokens: int, importance: bool) -> str:
+    # with torch, and the host library's models
+    from depthmix.inspection.plot import plot_text
+
+    try:
+        return f"Drawn: {plot_text(model, text, output, tokens, importance)}"
+    except (ImportError, TypeError, ValueError) as error:
+        raise ConversionError(str(error)) from error
 
 
 def _bundle(directory: Path) -> str:

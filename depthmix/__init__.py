@@ -36,7 +36,9 @@ _FUNCTIONS = {
 }
 # `help()` and a star import take these; with some hundred classes neither would be of use
 __all__ = sorted(["__version__", *_FUNCTIONS])
-_SUBMODULES = ("auto", "configuration", "conversion", "families", "hub", "kernels", "modeling", "optimizer")
+_SUBMODULES = (
+    *("auto", "configuration", "conversion", "families", "hub", "inspection", "kernels", "modeling", "optimizer"),
+)
 
 
 def __getattr__(name: str):

@@ -2,19 +2,14 @@
 """Callbacks for the Trainer: a slow start of the gates, and a log of what the mixing does."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-
-def gates_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Name and values of each gate that is in use, also below an adapter."""
-    for name, module in model.named_modules():
-        # by the attribute, which gates of a saved model's own code have too
-        if getattr(type(module), "is_gate", False) and not name.endswith("original_module"):
-            yield name, module.weight
+from depthmix.inspection import depth_weights, gate_values
+from depthmix.inspection.measures import gates_of
 
 
 class GateWarmup(TrainerCallback):
@@ -72,11 +67,12 @@ class GateWarmup(TrainerCallback):
 class MixingLogger(TrainerCallback):
     """
     Logs, with each log of the Trainer and to whatever `report_to` names, gates (their mean, mean size and extremes,
-    and each layer's mean) and, of the methods that have depth weights, their entropy and the weight of the last
-    source, which is the layer's own or the newest.
+    and each layer's mean) and the entropy of the depth weights and the weight of the last source, which is the layer's
+    own or the newest. [`depthmix.inspection.depth_weights`] has these weights, for every method.
 
     The entropy is a share of the largest that the number of sources allows: 1 is equal weights, 0 a single source. The
-    depth weights are those of one forward without gradients on `inputs`.
+    depth weights are those of one forward without gradients on `inputs`, for which the mixing parameters must be whole
+    on each device, or gathered by FSDP2.
 
     Args:
         trainer (`Trainer`):
@@ -104,7 +100,7 @@ class MixingLogger(TrainerCallback):
         """Logs where the Trainer is about to."""
         if not control.should_log:
             return
-        values = gate_values(model)
+        values = gate_summary(model)
         if self.inputs is not None and self.count % self.every == 0:
             values |= depth_usage(model, self.inputs)
         self.count += 1
@@ -114,56 +110,29 @@ class MixingLogger(TrainerCallback):
             control.should_log = True
 
 
-@torch.no_grad()
-def gate_values(model: nn.Module) -> dict[str, float]:
+def gate_summary(model: nn.Module) -> dict[str, float]:
     """Mean, mean size and extremes of all gates, and the mean of each layer's; nothing without gates."""
-    gates = {name: weight.detach().float() for name, weight in gates_of(model)}
+    gates = gate_values(model)
     if not gates:
         return {}
-    values = torch.cat([weight.flatten() for weight in gates.values()])
+    values = torch.cat([each.flatten() for each in gates.values()])
     found = {
         "gate/mean": values.mean(),
         "gate/mean_size": values.abs().mean(),
         "gate/lowest": values.min(),
         "gate/highest": values.max(),
     }
-    found |= {f"gate/{_short(name)}": weight.mean() for name, weight in gates.items()}
+    found |= {f"gate/{layer.replace(' ', '_')}": each.mean() for layer, each in gates.items()}
     return {name: value.item() for name, value in found.items()}
 
 
-@torch.no_grad()
 def depth_usage(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, float]:
     """
-    Entropy of the depth weights, and the weight of each layer's own entry, on average over tokens and heads; nothing
-    for methods without depth weights.
+    Entropy of the depth weights, and the weight of the last source of each layer or site, by its number, on average
+    over tokens and heads; nothing where nothing is mixed.
     """
-    device = next(model.parameters()).device
-    was_training = model.training
-    model.eval()
-    try:
-        weights = model(
-            **{name: tensor.to(device) for name, tensor in inputs.items()}, use_cache=False, output_depth_weights=True
-        ).depth_weights
-    except ValueError as error:
-        if "output_depth_weights" not in str(error):
-            raise
+    rows = [row for row in depth_weights(model, inputs) if len(row.site.sources) > 1]
+    if not rows:
         return {}
-    finally:
-        model.train(was_training)
-    found, entropies = {}, []
-    for i, each in enumerate(weights):
-        if each.shape[-1] < 2:
-            continue
-        # gates can make weights negative, or larger than one
-        shares = each.float().abs()
-        shares = shares / shares.sum(-1, keepdim=True)
-        entropies.append(torch.special.entr(shares).sum(-1).mean() / math.log(each.shape[-1]))
-        found[f"depth/own_{i}"] = each[..., -1].float().mean().item()
-    if entropies:
-        found["depth/entropy"] = torch.stack(entropies).mean().item()
-    return found
-
-
-def _short(name: str) -> str:
-    parts = name.split(".")
-    return f"layer_{parts[parts.index('layers') + 1]}" if "layers" in parts else name
+    found = {f"depth/own_{row.site.number}": row.mean()[:, -1].mean().item() for row in rows}
+    return found | {"depth/entropy": sum(row.mean_entropy() for row in rows) / len(rows)}

@@ -3,17 +3,22 @@
 The methods. Everything that has to know all of them asks here: Auto classes and the code of saved models, exports,
 targets of conversion, tests and benchmarks.
 
-A method is three modules by name: `configuration_<method>` with `CONFIGURATIONS`, `modeling_<method>` with the model
-classes, `convert_to_<method>` with `TARGET`. With a backbone it makes a family, which has a model type of its own.
+A method is four modules by name: `configuration_<method>` with `CONFIGURATIONS`, `modeling_<method>` with the model
+classes, `convert_to_<method>` with `TARGET`, `sites_of_<method>` with `SITES`. With a backbone it makes a family,
+which has a model type of its own.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from depthmix.configuration.depth_backbones import Backbone, ConfigurationClasses
 from depthmix.late_registration import HEADS
 
+
+if TYPE_CHECKING:
+    from depthmix.inspection.sites import MethodSites
 
 METHODS = ("depth_attention", "attnres", "denseformer", "mhc", "moda", "value_residual")
 
@@ -50,6 +55,12 @@ class Family:
 def configurations(method: str) -> ConfigurationClasses:
     """The configuration classes of a method."""
     found: ConfigurationClasses = import_module(f"depthmix.configuration.configuration_{method}").CONFIGURATIONS
+    return found
+
+
+def method_sites(method: str) -> "MethodSites":
+    """Where a method mixes sources, and how that is seen and changed while a model runs."""
+    found: MethodSites = import_module(f"depthmix.inspection.sites_of_{method}").SITES
     return found
 
 

@@ -30,6 +30,7 @@ REASONS = {
     "needs the released weights": r"-3B\b",
     "starts a server": r"\bserve\b",
     "needs several processes": r"torchrun|accelerate launch",
+    "needs nnsight": r"^import nnsight",
     "needs matplotlib": r"\bplot\b|matplotlib",
     "shows a form": r"^from \.\w+ import",
 }

@@ -25,8 +25,8 @@ def sinkhorn(logits_XSS: Tensor, iterations: int, order: str) -> Tensor:
     return matrix_XSS
 
 
-def hyper_connection_read_reference(
-    streams: Tensor,
+def hyper_connection_maps(
+    streams_XSD: Tensor,
     norm_weight: Tensor,
     projection: Tensor,
     *alphas_and_logits: Tensor,
@@ -34,22 +34,38 @@ def hyper_connection_read_reference(
     iterations: int,
     order: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """
+    The weights by which streams are read, `[X, S]`, those by which an update is written to them, `[X, S]`, and the
+    matrix that mixes them, `[X, S, S]`, all in the dtype of the streams. To be called without autocast.
+    """
+    dtype, num_streams = streams_XSD.dtype, streams_XSD.shape[-2]
+    flat_X = streams_XSD.flatten(-2)
+    normed_X = flat_X * torch.rsqrt(flat_X.square().mean(-1, keepdim=True) + eps) * norm_weight.to(dtype)
+    dynamic_XM = torch.nn.functional.linear(normed_X, projection.to(dtype))
+    parts = dynamic_XM.split([num_streams, num_streams, num_streams**2], -1)
+    alphas, logits = alphas_and_logits[:3], alphas_and_logits[3:]
+    maps = [
+        alpha.to(dtype) * part + logit.to(dtype).flatten()
+        for alpha, part, logit in zip(alphas, parts, logits, strict=True)
+    ]
+    pre_XS, post_XS = torch.sigmoid(maps[0]), 2 * torch.sigmoid(maps[1])
+    residual_XSS = sinkhorn(maps[2].unflatten(-1, (num_streams, num_streams)), iterations, order)
+    return pre_XS, post_XS, residual_XSS
+
+
+def hyper_connection_read_reference(
+    streams: Tensor,
+    *parameters: Tensor,
+    eps: float,
+    iterations: int,
+    order: str,
+) -> tuple[Tensor, Tensor, Tensor]:
     """What a sub-layer reads, `[X, D]`, and how its output is written. See `hyper_connection_read`."""
-    dtype = accumulation_dtype(streams)
-    num_streams = streams.shape[-2]
     with without_autocast(streams):
-        streams_XSD = streams.to(dtype)
-        flat_X = streams_XSD.flatten(-2)
-        normed_X = flat_X * torch.rsqrt(flat_X.square().mean(-1, keepdim=True) + eps) * norm_weight.to(dtype)
-        dynamic_XM = torch.nn.functional.linear(normed_X, projection.to(dtype))
-        parts = dynamic_XM.split([num_streams, num_streams, num_streams**2], -1)
-        alphas, logits = alphas_and_logits[:3], alphas_and_logits[3:]
-        maps = [
-            alpha.to(dtype) * part + logit.to(dtype).flatten()
-            for alpha, part, logit in zip(alphas, parts, logits, strict=True)
-        ]
-        pre_XS, post_XS = torch.sigmoid(maps[0]), 2 * torch.sigmoid(maps[1])
-        residual_XSS = sinkhorn(maps[2].unflatten(-1, (num_streams, num_streams)), iterations, order)
+        streams_XSD = streams.to(accumulation_dtype(streams))
+        pre_XS, post_XS, residual_XSS = hyper_connection_maps(
+            streams_XSD, *parameters, eps=eps, iterations=iterations, order=order
+        )
         mixed_XD = (pre_XS.unsqueeze(-1) * streams_XSD).sum(-2)
     return mixed_XD.to(streams.dtype), residual_XSS, post_XS
 

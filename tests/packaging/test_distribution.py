@@ -19,7 +19,15 @@ import depthmix
 
 ROOT = Path(__file__).parents[2]
 OLDEST_SETUPTOOLS = 77  # pyproject.toml
-PACKAGES = ("configuration", "kernels/depth_ops", "modeling", "conversion", "depthmix")
+# folder of each package, by the name that it is imported by
+PACKAGES = {
+    "depthmix": "depthmix",
+    "depthmix/configuration": "configuration",
+    "depthmix/conversion": "conversion",
+    "depthmix/inspection": "depthmix/inspection",
+    "depthmix/kernels": "kernels/depth_ops",
+    "depthmix/modeling": "modeling",
+}
 
 pytestmark = [
     pytest.mark.once,
@@ -53,9 +61,7 @@ def distributions(tmp_path_factory):
 def test_wheels(distributions):
     from_tree, sdist, from_sdist = distributions
     modules = {
-        f"depthmix/{path.name}" if package == "depthmix" else f"depthmix/{package.split('/')[0]}/{path.name}"
-        for package in PACKAGES
-        for path in (ROOT / package).glob("*.py")
+        f"{package}/{path.name}" for package, folder in PACKAGES.items() for path in (ROOT / folder).glob("*.py")
     }
     prefix = f"depthmix-{depthmix.__version__}"
     for wheel in (from_tree, from_sdist):
@@ -73,7 +79,7 @@ def test_wheels(distributions):
         required = {requirement.name for requirement in requirements if not requirement.marker}
         # neither Triton nor what only tests and checks need is forced on users
         assert required == {"torch", "transformers", "accelerate", "huggingface_hub", "pyyaml", "safetensors", "tqdm"}
-        extras = {"docs", "liger", "parity", "peft", "quality", "serve", "test"}
+        extras = {"docs", "liger", "parity", "peft", "plot", "quality", "serve", "test"}
         assert set(metadata.get_all("Provides-Extra")) == extras
         assert dict(scripts["console_scripts"]) == {"depthmix": "depthmix.__main__:main"}
     assert sdist.name == f"{prefix}.tar.gz"

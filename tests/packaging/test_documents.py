@@ -3,6 +3,7 @@
 
 import re
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -201,10 +202,16 @@ def check_retrofit(folder: Path, namespace: dict) -> None:
     assert (folder / "qwen3-depth-lora" / "model.safetensors").is_file()
 
 
+def check_looking_inside(folder: Path, namespace: dict) -> None:
+    assert (folder / "depth.png").is_file() and len(namespace["lens"].labels) == 9
+    assert namespace["weights"].targets == tuple(f"layer {i}" for i in range(1, 8))
+
+
 # what has to have come out of a document, besides that nothing failed
 OUTCOMES = {
     "README.md": check_readme,
     "convert.md": check_convert,
     "train.md": check_train,
     "retrofit.md": check_retrofit,
+    "looking_inside.md": check_looking_inside,
 }

@@ -88,7 +88,7 @@ def test_from_the_root_with_the_kernels_package_installed(tmp_path):
     assert result["kernels"] == str(tmp_path / "kernels" / "__init__.py")
 
 
-PUBLIC = ("depthmix", "depthmix.conversion", "depthmix.kernels")
+PUBLIC = ("depthmix", "depthmix.conversion", "depthmix.inspection", "depthmix.kernels")
 
 
 @pytest.mark.parametrize("package", PUBLIC)

@@ -36,6 +36,7 @@ ALLOWED = {
         "depthmix.configuration",
         "depthmix.families",
         "depthmix.hub",
+        "depthmix.inspection",
         "depthmix.modeling",
         "depthmix.releases",
         "depthmix.version",
