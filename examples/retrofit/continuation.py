@@ -18,7 +18,7 @@ import depthmix
 from benchmarks.study.corpus import Corpus, load_corpus
 from benchmarks.study.training import Recipe, Run, Trainer, data_order
 from benchmarks.study.worker import release
-from depthmix.callbacks import gate_values
+from depthmix.callbacks import gate_summary
 from depthmix.conversion import convert
 from depthmix.kernels import depth_value_mix_reference
 from depthmix.optimizer import mixing_parameters
@@ -165,7 +165,7 @@ class Continuation(Trainer):
 
     def add_curve_point(self) -> None:
         super().add_curve_point()
-        if gates := gate_values(self.model):
+        if gates := gate_summary(self.model):
             self.gates.append({"step": self.step, **gates})
 
     def depth_weights(self) -> None:
