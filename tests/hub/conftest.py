@@ -94,18 +94,16 @@ def build(build, family):
     return functools.partial(build, model_class=family.head)
 
 
-@functools.cache
-def site_folders(python: str) -> str:
-    # all of them: an environment may read packages from another one's folder
-    code = "import json, sys; print(json.dumps(sys.path))"
-    paths = json.loads(subprocess.check_output([python, "-c", code], text=True, cwd="/"))
-    return os.pathsep.join(path for path in paths if Path(path).name in ("site-packages", "dist-packages"))
-
-
-def start_runner(python: str, home: Path, blocked: tuple[str, ...]) -> subprocess.Popen:
+def start_runner(python: str, home: Path) -> subprocess.Popen:
+    # all folders of packages, since an environment may read some from another one's; and what it says it has not:
+    # that with the oldest transformers has no Triton
+    code = (
+        "import json, sys; print(json.dumps([sys.path, [name for name in sys.modules if sys.modules[name] is None]]))"
+    )
+    paths, blocked = json.loads(subprocess.check_output([python, "-c", code], text=True, cwd="/"))
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "HF_"))}
     environment |= {
-        "PYTHONPATH": site_folders(python),
+        "PYTHONPATH": os.pathsep.join(path for path in paths if Path(path).name in ("site-packages", "dist-packages")),
         "HF_HOME": str(home),
         "HF_HUB_OFFLINE": "1",
         "TQDM_DISABLE": "1",
@@ -125,13 +123,13 @@ def hub_home(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def runner(hub_home):
-    """`runner(python, blocked)` gives the process of this interpreter that blocks these packages; it starts once."""
+    """`runner(python)` gives the process of this interpreter, which starts once."""
     started = {}
 
-    def runner(python, blocked):
-        if (python, blocked) not in started:
-            started[python, blocked] = start_runner(python, hub_home, blocked)
-        return started[python, blocked]
+    def runner(python):
+        if python not in started:
+            started[python] = start_runner(python, hub_home)
+        return started[python]
 
     yield runner
     for process in started.values():
@@ -141,18 +139,17 @@ def runner(hub_home):
 @pytest.fixture
 def clean_python(request, runner, hub_home, tmp_path_factory):
     """
-    `clean_python(function, *arguments, blocked=())` calls a function of the test's module in a process without
-    depthmix, and returns what it returns (tensors, strings, numbers, lists). The test runs for this environment and
-    for that of `--peer-python`. Packages that are `blocked` cannot be imported there. `clean_python.cache` is the
-    Hub's cache of these processes, which is empty when the test begins.
+    `clean_python(function, *arguments)` calls a function of the test's module in a process without depthmix, and
+    returns what it returns (tensors, strings, numbers, lists). The test runs for this environment and for that of
+    `--peer-python`. `clean_python.cache` is the Hub's cache of these processes, which is empty when the test begins.
     """
     folder = tmp_path_factory.mktemp("clean")
     shutil.rmtree(hub_home, ignore_errors=True)
 
-    def clean_python(function, *arguments, blocked=()):
+    def clean_python(function, *arguments):
         torch.save(arguments, folder / "arguments")
         (folder / "log").write_text("")
-        process = runner(request.param, tuple(blocked))
+        process = runner(request.param)
         call = json.dumps([inspect.getsourcefile(function), function.__name__, str(folder)])
         print(call, file=process.stdin, flush=True)
         status = process.stdout.readline()
