@@ -14,6 +14,8 @@ _PARAMETERS = re.compile(r"^(\s+)(\w+(?:, \w+)* \(.*\)):$", re.MULTILINE)
 _PAIR = re.compile(r"(\w+)(?: \(((?:[^()]|\([^()]*\))*)\))?(?:, |$)")
 # "[`Error`]: when" and "`Error`: when"
 _RAISED = re.compile(r"^(\s+)\[?`(\w+)`\]?: ", re.MULTILINE)
+# "What [`function`] raises.", which names no error
+_PASSED_ON = re.compile(r"^(\s+)What (\[`\w+`\] raises\.)$", re.MULTILINE)
 
 
 class PlainTypes(Extension):
@@ -22,6 +24,7 @@ class PlainTypes(Extension):
     def on_object(self, *, obj: Object, **kwargs) -> None:
         if isinstance(obj.docstring, Docstring):
             text = _PARAMETERS.sub(_one_entry, obj.docstring.value)
+            text = _PASSED_ON.sub(r"\1Exception: what \2", text)
             obj.docstring.value = _RAISED.sub(r"\1\2: ", text)
 
 
