@@ -360,6 +360,15 @@ def test_compiled_models_are_seen_too(small, inputs):
     model(**inputs)
     ran = len(count)
     assert ran and torch.equal(ablate(model, inputs, "layer 0").logits, expected) and len(count) == ran
+    # also where another model is looked into at the same time, and for longer or shorter
+    other = small("value_residual_qwen3")
+    first, second = ablated(other, "own"), ablated(model, "layer 0")
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    model(**inputs)
+    assert len(count) == ran
+    second.__exit__(None, None, None)
     model(**inputs)
     assert len(count) > ran
 
