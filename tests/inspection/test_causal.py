@@ -284,6 +284,27 @@ def test_contexts_can_be_nested_and_leave_in_any_order(model, inputs):
     assert torch.equal(model(**inputs).logits, before)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "fields", "name"),
+    [
+        ("depth_qwen3", {"depth_stride": 1}, "depth_weights"),
+        ("attnres", {"attnres_block_size": 2}, "depth_weights"),
+        ("attnres", {"attnres_block_size": 2, "attnres_routing": "additive"}, "depth_weights"),
+        ("moda_qwen3", {"attn_implementation": "eager"}, "attentions"),
+    ],
+)
+def test_outputs_have_weights_as_the_model_computed_them(small, inputs, model_type, fields, name):
+    """Up to the first site that is changed, and there, they are those of the whole model."""
+    model = small(model_type, **fields)
+    option = {f"output_{name}": True}
+    expected, site = getattr(model(**inputs, **option), name), depth_weights(model, inputs)[-2].site
+    with ablated(model, site.sources[0], site.target):
+        found = getattr(model(**inputs, **option, use_cache=False), name)
+    assert not torch.equal(found[-1], expected[-1])
+    for i in range(site.number + 1):
+        assert torch.equal(found[i], expected[i])
+
+
 def gradients_of(model, inputs):
     loss = next_token_loss(model(**inputs, use_cache=False), inputs)
     names, parameters = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True)

@@ -213,6 +213,7 @@ def test_padding_does_not_count(model, inputs):
         torch.testing.assert_close(*sizes, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "autocast"])
 def test_low_precision(model, inputs, autocast):
     """The mixes are those that such a model computes, up to a few roundings."""
