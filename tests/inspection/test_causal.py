@@ -254,6 +254,24 @@ def test_patching_all_sources_of_a_site_gives_the_other_mix(model, inputs, other
     assert (own - other).abs().max() > 1e-3
 
 
+def test_patched_value_of_depth_attention(small, inputs, other_inputs):
+    """From what layers hand each other and the weights that the model returns, in both prompts."""
+    model = small("depth_qwen3", depth_stride=1, num_hidden_layers=4)
+    values = {}
+    for i in (0, 2):
+        model.model.layers[i].register_forward_hook(lambda _, __, out, i=i: values.update({i: out[2]}))
+
+    def seen(prompt):
+        weights = model(**prompt, output_depth_weights=True).depth_weights[2]
+        return values[2], weights[..., :1] * values[0]
+
+    (own, own_part), (_, other_part) = seen(inputs), seen(other_inputs)
+    patch(model, inputs, other_inputs, "layer 0", "layer 2")
+    assert_equal(values[2], own - own_part + other_part)
+    ablate(model, inputs, "layer 0", "layer 2")
+    assert_equal(values[2], own - own_part)
+
+
 @pytest.mark.parametrize("model_type", ["attnres", "mhc", "denseformer"])
 def test_patching_all_of_the_output_gives_the_other_logits(small, inputs, other_inputs, model_type):
     """Where the last mix is all that the head reads."""
