@@ -81,6 +81,8 @@ class MixingLogger(TrainerCallback):
             A batch, as the model takes it, to look at depth weights with. Left out, only gates are logged.
         every (`int`, *optional*, defaults to 1):
             With which of the Trainer's logs, counted from the first, depth weights are logged.
+        maps (`bool`, *optional*, defaults to `False`):
+            Whether the mean weight of each source in each target is logged too, such as `depth_map/layer_3/own`.
 
     Raises:
         `ValueError`: if `every` is not a positive number.
@@ -91,10 +93,14 @@ class MixingLogger(TrainerCallback):
     ```
     """
 
-    def __init__(self, trainer: Trainer, inputs: Mapping[str, Tensor] | None = None, every: int = 1):
+    def __init__(
+        self, trainer: Trainer, inputs: Mapping[str, Tensor] | None = None, every: int = 1, maps: bool = False
+    ):
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise ValueError(f"every={every!r}: must be a positive number of logs.")
-        self.trainer, self.inputs, self.every, self.count = trainer, inputs, every, 0
+        if maps and inputs is None:
+            raise ValueError("maps=True: must have inputs, on which the weights are looked at.")
+        self.trainer, self.inputs, self.every, self.maps, self.count = trainer, inputs, every, maps, 0
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model=None, **kwargs):
         """Logs where the Trainer is about to."""
@@ -102,7 +108,7 @@ class MixingLogger(TrainerCallback):
             return
         values = gate_summary(model)
         if self.inputs is not None and self.count % self.every == 0:
-            values |= depth_usage(model, self.inputs)
+            values |= depth_usage(model, self.inputs, self.maps)
         self.count += 1
         if values:
             self.trainer.log(values)
@@ -126,13 +132,20 @@ def gate_summary(model: nn.Module) -> dict[str, float]:
     return {name: value.item() for name, value in found.items()}
 
 
-def depth_usage(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, float]:
+def depth_usage(model: nn.Module, inputs: Mapping[str, Tensor], maps: bool = False) -> dict[str, float]:
     """
     Entropy of the depth weights, and the weight of the last source of each layer or site, by its number, on average
-    over tokens and heads; nothing where nothing is mixed.
+    over tokens and heads, and with `maps` those of all sources, by name; nothing where nothing is mixed.
     """
     rows = [row for row in depth_weights(model, inputs) if len(row.site.sources) > 1]
     if not rows:
         return {}
-    found = {f"depth/own_{row.site.number}": row.mean()[:, -1].mean().item() for row in rows}
-    return found | {"depth/entropy": sum(row.mean_entropy() for row in rows) / len(rows)}
+    means = [row.mean().mean(0).tolist() for row in rows]
+    found = {f"depth/own_{row.site.number}": mean[-1] for row, mean in zip(rows, means, strict=True)}
+    found["depth/entropy"] = sum(row.mean_entropy() for row in rows) / len(rows)
+    if maps:
+        for row, mean in zip(rows, means, strict=True):
+            for source, weight in zip(row.site.sources, mean, strict=True):
+                name = f"depth_map/{row.site.target}/{source}"
+                found[name.replace(",", "").replace(" ", "_")] = weight
+    return found

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .sites import Mix, Site, layer_names, see_updates
+from .sites import Mix, Site, layer_names, see_updates, whole
 from .watch import evaluation, run, viewing, watch
 
 
@@ -97,7 +97,8 @@ def depth_weights(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[SiteW
     found: list[SiteWeights] = []
 
     def note(place: int, mix: Mix) -> None:
-        found.append(SiteWeights(mix.site, mix.weights.detach(), token_mask(inputs, mix.weights)))
+        # a copy: the memory of a sharded parameter is taken back after its layer
+        found.append(SiteWeights(mix.site, mix.weights.detach().clone(), token_mask(inputs, mix.weights)))
 
     with evaluation(model), watch(model) as watched, viewing(watched.readers, note):
         run(model, inputs)
@@ -165,11 +166,14 @@ def gate_values(model: nn.Module) -> dict[str, Tensor]:
     Args:
         model (`nn.Module`):
             A model of this package, or what wraps one. Without gates there is nothing to return.
+
+    Raises:
+        `ValueError`: if gates are offloaded or partitioned.
     """
     found = {}
     for name, weight in gates_of(model):
         parts = name.split(".")
-        found[f"layer {parts[parts.index('layers') + 1]}"] = weight.detach().float()
+        found[f"layer {parts[parts.index('layers') + 1]}"] = whole(weight.detach()).float()
     return found
 
 

@@ -42,7 +42,6 @@ class Watch:
     def open(self) -> None:
         """Attaches it to the model."""
         with ExitStack() as stack:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
             for module in self.decoder.modules():
                 for name in ("impl", "depth_impl"):
                     if isinstance(vars(module).get(name), str):
@@ -53,6 +52,8 @@ class Watch:
 
 
 _WATCHES: WeakKeyDictionary[nn.Module, Watch] = WeakKeyDictionary()
+# is open while there are watches: theirs may end in any order, and what compilers do is for the whole process
+_UNCOMPILED = ExitStack()
 
 
 @contextmanager
@@ -68,6 +69,8 @@ def watch(model: nn.Module) -> Iterator[Watch]:
     if found is None:
         found = Watch(decoder, method)
         found.open()
+        if not _WATCHES:
+            _UNCOMPILED.enter_context(torch.compiler.set_stance("force_eager"))
         _WATCHES[decoder] = found
     found.users += 1
     try:
@@ -76,6 +79,8 @@ def watch(model: nn.Module) -> Iterator[Watch]:
         found.users -= 1
         if not found.users:
             del _WATCHES[decoder]
+            if not _WATCHES:
+                _UNCOMPILED.close()
             found.stack.close()
 
 
@@ -131,7 +136,7 @@ def evaluation(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def run(model: nn.Module, inputs: Mapping[str, Tensor], **options: Any) -> Any:
+def run(model: nn.Module, inputs: Mapping[str, Tensor]) -> Any:
     """
     One forward without a cache, on the device of the model.
 
@@ -145,4 +150,4 @@ def run(model: nn.Module, inputs: Mapping[str, Tensor], **options: Any) -> Any:
         )
     device = next(model.parameters()).device
     moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
-    return model(**moved, use_cache=False, **options)
+    return model(**{**moved, "use_cache": False})

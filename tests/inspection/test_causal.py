@@ -254,6 +254,24 @@ def test_patching_all_sources_of_a_site_gives_the_other_mix(model, inputs, other
     assert (own - other).abs().max() > 1e-3
 
 
+def test_patched_value_of_depth_attention(small, inputs, other_inputs):
+    """From what layers hand each other and the weights that the model returns, in both prompts."""
+    model = small("depth_qwen3", depth_stride=1, num_hidden_layers=4)
+    values = {}
+    for i in (0, 2):
+        model.model.layers[i].register_forward_hook(lambda _, __, out, i=i: values.update({i: out[2]}))
+
+    def seen(prompt):
+        weights = model(**prompt, output_depth_weights=True).depth_weights[2]
+        return values[2], weights[..., :1] * values[0]
+
+    (own, own_part), (_, other_part) = seen(inputs), seen(other_inputs)
+    patch(model, inputs, other_inputs, "layer 0", "layer 2")
+    assert_equal(values[2], own - own_part + other_part)
+    ablate(model, inputs, "layer 0", "layer 2")
+    assert_equal(values[2], own - own_part)
+
+
 @pytest.mark.parametrize("model_type", ["attnres", "mhc", "denseformer"])
 def test_patching_all_of_the_output_gives_the_other_logits(small, inputs, other_inputs, model_type):
     """Where the last mix is all that the head reads."""
@@ -282,6 +300,27 @@ def test_contexts_can_be_nested_and_leave_in_any_order(model, inputs):
     with pytest.raises(KeyError), ablated(model, site.sources[0]):
         raise KeyError
     assert torch.equal(model(**inputs).logits, before)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "name"),
+    [
+        ("depth_qwen3", {"depth_stride": 1}, "depth_weights"),
+        ("attnres", {"attnres_block_size": 2}, "depth_weights"),
+        ("attnres", {"attnres_block_size": 2, "attnres_routing": "additive"}, "depth_weights"),
+        ("moda_qwen3", {"attn_implementation": "eager"}, "attentions"),
+    ],
+)
+def test_outputs_have_weights_as_the_model_computed_them(small, inputs, model_type, fields, name):
+    """Up to the first site that is changed, and there, they are those of the whole model."""
+    model = small(model_type, **fields)
+    option = {f"output_{name}": True}
+    expected, site = getattr(model(**inputs, **option), name), depth_weights(model, inputs)[-2].site
+    with ablated(model, site.sources[0], site.target):
+        found = getattr(model(**inputs, **option, use_cache=False), name)
+    assert not torch.equal(found[-1], expected[-1])
+    for i in range(site.number + 1):
+        assert torch.equal(found[i], expected[i])
 
 
 def gradients_of(model, inputs):
@@ -360,6 +399,15 @@ def test_compiled_models_are_seen_too(small, inputs):
     model(**inputs)
     ran = len(count)
     assert ran and torch.equal(ablate(model, inputs, "layer 0").logits, expected) and len(count) == ran
+    # also where another model is looked into at the same time, and for longer or shorter
+    other = small("value_residual_qwen3")
+    first, second = ablated(other, "own"), ablated(model, "layer 0")
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    model(**inputs)
+    assert len(count) == ran
+    second.__exit__(None, None, None)
     model(**inputs)
     assert len(count) > ran
 

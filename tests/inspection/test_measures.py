@@ -5,6 +5,9 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from depthmix.families import FAMILIES, METHODS, method_sites
 from depthmix.inspection import (
@@ -20,6 +23,10 @@ from depthmix.inspection import (
 from depthmix.inspection.measures import _in_order
 from depthmix.inspection.sites import MethodSites, whole
 from depthmix.inspection.watch import evaluation, run, viewing, watch
+from depthmix.modeling.modeling_attnres import AttnResSite
+from depthmix.modeling.modeling_denseformer import DepthAverage
+from depthmix.modeling.modeling_mhc import MHCConnection, MHCReadout
+from depthmix.modeling.modeling_value_residual import ValueMix
 
 
 def test_every_method_has_sites_and_a_variant(variants):
@@ -204,6 +211,47 @@ def test_padding_does_not_count(model, inputs):
     for name in ("hidden_states", "attention", "mlp"):
         sizes = [getattr(output_magnitudes(model, each), name) for each in (padded, alone)]
         torch.testing.assert_close(*sizes, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "autocast"])
+def test_low_precision(model, inputs, autocast):
+    """The mixes are those that such a model computes, up to a few roundings."""
+    model = model if autocast else model.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), evaluation(model), watch(model) as watched:
+        expected = run(model, inputs).logits
+        with viewing(watched.editors, lambda _, mix: mix.replace(0, mix.contribution(0))):
+            found = run(model, inputs).logits
+        rows = depth_weights(model, inputs)
+    assert found.dtype is expected.dtype is torch.bfloat16
+    counts = inputs["attention_mask"].bool()
+    difference = (found[counts] - expected[counts]).float().norm() / expected[counts].float().norm()
+    assert difference < 0.05
+    assert all(row.weights.dtype is torch.float32 and row.weights.isfinite().all() for row in rows)
+
+
+@pytest.fixture
+def mesh():
+    """A mesh of this process alone."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.once
+def test_sharded_models(model, inputs, mesh):
+    """FSDP2 takes the memory of parameters back, also of those that mix, once their module has run."""
+    expected, gates = depth_weights(model, inputs), gate_values(model)
+    for module in model.modules():
+        if isinstance(module, (AttnResSite, DepthAverage, MHCConnection, MHCReadout, ValueMix)):
+            fully_shard(module, mesh=mesh)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for row, whole_row in zip(depth_weights(model, inputs), expected, strict=True):
+        assert torch.equal(row.weights, whole_row.weights)
+    for name, values in gate_values(model).items():
+        assert torch.equal(values, gates[name])
 
 
 @pytest.mark.once

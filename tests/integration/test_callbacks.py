@@ -6,7 +6,8 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from depthmix import AttnResForCausalLM, DepthQwen3ForCausalLM, MoDAOlmo2ForCausalLM, optimizer_groups
-from depthmix.callbacks import GateWarmup, MixingLogger, gates_of
+from depthmix.callbacks import GateWarmup, MixingLogger, depth_usage, gates_of
+from depthmix.inspection import depth_map, source_entropy
 
 
 @pytest.fixture
@@ -76,7 +77,7 @@ def test_gate_warmup_needs_gates(trainer_of):
 
 def test_what_is_logged(trainer_of, token_ids):
     trainer = trainer_of(DepthQwen3ForCausalLM, depth_gate=True, depth_stride=1)
-    trainer.add_callback(MixingLogger(trainer, {"input_ids": token_ids(2, 9)}, every=2))
+    trainer.add_callback(MixingLogger(trainer, {"input_ids": token_ids(2, 9)}, every=2, maps=True))
     trainer.train()
     logs = [log for log in trainer.state.log_history if "gate/mean" in log]
     losses = [log["step"] for log in trainer.state.log_history if "loss" in log]
@@ -87,18 +88,36 @@ def test_what_is_logged(trainer_of, token_ids):
     assert {f"gate/layer_{i}" for i in (1, 2, 3)} <= logs[0].keys()
     # every other time: own weights of the layers with sources, and the entropy
     assert ["depth/entropy" in log for log in logs] == [True, False, True]
+    assert ["depth_map/layer_3/layer_1" in log for log in logs] == [True, False, True]
     assert 0 <= logs[0]["depth/entropy"] <= 1 and {f"depth/own_{i}" for i in (1, 2, 3)} <= logs[0].keys()
 
 
-def test_methods_without_gates_or_depth_weights(trainer_of, token_ids):
+def test_methods_without_gates_and_models_without_mixing(trainer_of, token_ids):
     trainer = trainer_of(AttnResForCausalLM, attnres_routing="additive")
     trainer.add_callback(MixingLogger(trainer, {"input_ids": token_ids(2, 9)}))
     trainer.train()
     logs = [log for log in trainer.state.log_history if "depth/entropy" in log]
     assert len(logs) == 3 and not any("gate/mean" in log for log in logs)
     trainer = trainer_of(MoDAOlmo2ForCausalLM, steps=2)
-    trainer.add_callback(MixingLogger(trainer, {"input_ids": token_ids(2, 9)}))
+    inputs = {"input_ids": token_ids(2, 9)}
+    trainer.add_callback(MixingLogger(trainer, inputs))
     trainer.train()
     assert [log["step"] for log in trainer.state.log_history if "loss" in log] == [2]
+    # as `depthmix.inspection` has them
+    (log,) = [log for log in trainer.state.log_history if "depth/entropy" in log]
+    entropies = source_entropy(trainer.model, inputs)
+    assert log["depth/entropy"] == pytest.approx(sum(entropies.values()) / 3) and len(entropies) == 3
+    newest = depth_map(trainer.model, inputs)["layer 3", "layer 2 mlp"]
+    assert log["depth/own_3"] == pytest.approx(newest.item())
+    assert trainer.model.training and trainer.model.config._attn_implementation == "sdpa"
+    # by the names of the map, without spaces
+    maps = {name: value for name, value in depth_usage(trainer.model, inputs, maps=True).items() if "map" in name}
+    assert len(maps) == 3 + 5 + 7 and maps["depth_map/layer_3/layer_2_mlp"] == pytest.approx(newest.item())
+    with pytest.raises(ValueError, match="maps=True: must have inputs"):
+        MixingLogger(trainer, maps=True)
+    trainer = trainer_of(DepthQwen3ForCausalLM, steps=2, depth_stride=0)
+    trainer.add_callback(MixingLogger(trainer, inputs))
+    trainer.train()
+    assert not any("depth/entropy" in log for log in trainer.state.log_history)
     with pytest.raises(ValueError, match="every=0: must be a positive number of logs"):
         MixingLogger(trainer, every=0)

@@ -3,7 +3,6 @@
 
 import re
 import shutil
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
