@@ -199,7 +199,8 @@ def convert(
     config_changes = describe_config_changes(translated.stock_config, config)
     texts = _legacy_generation_config(opened.config, config, companions)
     hub_id = hub_id_of(source, folder)
-    tokenizer = resolve_tokenizer(companions, tokenizer_config, translated.stock_config, config, hub_id)
+    written_by = opened.config.get("transformers_version")
+    tokenizer = resolve_tokenizer(companions, tokenizer_config, translated.stock_config, config, hub_id, written_by)
     if tokenizer.written:
         named = {**tokenizer_config, "tokenizer_class": tokenizer.written}
         texts[TOKENIZER_CONFIG_FILE] = json.dumps(named, indent=2, ensure_ascii=False) + "\n"

@@ -16,9 +16,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from transformers import TOKENIZER_MAPPING, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    TOKENIZER_MAPPING,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+    __version__,
+)
 
-from .checkpoint_source import TOKENIZER_CONFIG_FILE, TOKENIZER_FILES
+from .checkpoint_source import CONFIG_FILE, TOKENIZER_CONFIG_FILE, TOKENIZER_FILES
 from .errors import ConversionError
 from .plain_text import one_line
 
@@ -59,9 +65,11 @@ def resolve_tokenizer(
     stock_config: PreTrainedConfig,
     config: PreTrainedConfig | None,
     hub_id: str | None,
+    written_by: str | None = None,
 ) -> SourceTokenizer:
     """
     Asks the host which tokenizer it makes of a source's files, and what it needs to make the same one for `config`.
+    `written_by` is the version of transformers that the source's config.json names.
 
     Raises:
         [`ConversionError`]: if no class makes the two equal.
@@ -71,6 +79,8 @@ def resolve_tokenizer(
     stock_config = copy(stock_config)
     # for some repositories the host goes by the name
     stock_config._name_or_path = hub_id or ""
+    # of a Mistral it goes by the version, which decides whether `fix_mistral_regex` is followed
+    stock_config.transformers_version = written_by
     declared = content.get("tokenizer_class")
     files = {name: path for name, path in companions.items() if name in TOKENIZER_FILES}
     try:
@@ -81,8 +91,7 @@ def resolve_tokenizer(
     name = type(loaded).__name__
     if config is None:
         return SourceTokenizer(name, content, None, loaded)
-    config = copy(config)
-    config._name_or_path = ""
+    config = _as_written(config)
     if _is_same(loaded, files, content, config):
         return SourceTokenizer(name, content, None, loaded)
     if not _is_same(loaded, files, content | {"tokenizer_class": name}, config):
@@ -106,8 +115,7 @@ def verify_tokenizer(
     # nothing but copies was checked before
     if tokenizer.loaded is None or texts.keys().isdisjoint(TOKENIZER_FILES):
         return
-    config = copy(config)
-    config._name_or_path = ""
+    config = _as_written(config)
     written: dict[str, Path | str] = {**companions, **texts}
     files = {name: content for name, content in written.items() if name in TOKENIZER_FILES}
     content = json.loads(texts[TOKENIZER_CONFIG_FILE]) if TOKENIZER_CONFIG_FILE in texts else tokenizer.content
@@ -117,6 +125,13 @@ def verify_tokenizer(
             f"The tokenizer, a {tokenizer.class_name}, is another one without what does not travel from {changed}. "
             "Save it with this version of transformers and convert again."
         )
+
+
+def _as_written(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A converted configuration as the host will find it."""
+    config = copy(config)
+    config._name_or_path, config.transformers_version = "", __version__
+    return config
 
 
 def _implied_class(stock_config: PreTrainedConfig) -> str | None:
@@ -136,6 +151,9 @@ def _load(
                 Path(folder, name).write_text(file, encoding="utf-8")
             else:
                 shutil.copyfile(file, Path(folder, name))
+        # the host reads this one besides the configuration that it is given
+        seen = {"model_type": config.model_type, "transformers_version": config.transformers_version}
+        Path(folder, CONFIG_FILE).write_text(json.dumps(seen), encoding="utf-8")
         kept = {key: value for key, value in content.items() if key not in _POINTERS}
         if content or TOKENIZER_CONFIG_FILE in files:
             Path(folder, TOKENIZER_CONFIG_FILE).write_text(json.dumps(kept), encoding="utf-8")

@@ -3,7 +3,8 @@
 
 import functools
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 from depthmix.families import FAMILIES
 from depthmix.late_registration import HEADS
@@ -36,8 +37,38 @@ def show_to_server(manager: ModuleType) -> None:
             setattr(manager.transformers, model_class.__name__, model_class)
 
 
+def give_response_templates(serving: ModuleType) -> None:
+    """
+    Lets the server of `transformers serve` find tool calls and thoughts in what models of this package write, by the
+    model type of the stock model. Doing it again changes nothing.
+    """
+    original = serving.get_response_template
+    if hasattr(original, "knows_backbones"):
+        return
+
+    @functools.wraps(original)
+    def get_response_template(processor, model):
+        stock_type = _stock_type(model.config)
+        known_as = model if stock_type is None else SimpleNamespace(config=SimpleNamespace(model_type=stock_type))
+        return original(processor, known_as)
+
+    vars(get_response_template)["knows_backbones"] = True
+    serving.get_response_template = get_response_template
+
+
+def _stock_type(config: Any) -> str | None:
+    """The model type of the stock model that a model of this package stands on; None for other models."""
+    family = FAMILIES.get(config.model_type)
+    if family is None or family.backbone.model_type != "dense":
+        return family and family.backbone.model_type
+    if config.use_qk_norm:
+        return "qwen3"
+    return "qwen2" if config.attention_bias and not config.attention_output_bias else "llama"
+
+
 # by the module that is completed when it has been imported
 COMPLETIONS: dict[str, Callable[[ModuleType], None]] = {
     "transformers.trainer": exempt_from_decay,
     "transformers.cli.serving.model_manager": show_to_server,
+    "transformers.cli.serving.utils": give_response_templates,
 }

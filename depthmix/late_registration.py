@@ -160,4 +160,5 @@ _PARTS = {
     "transformers.models.auto.modeling_auto": _register_models,
     "transformers.trainer": _complete_tables,
     "transformers.cli.serving.model_manager": _complete_tables,
+    "transformers.cli.serving.utils": _complete_tables,
 }

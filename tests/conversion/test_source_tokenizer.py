@@ -5,11 +5,12 @@ import json
 
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import AutoTokenizer, LlamaConfig
+from transformers import AutoTokenizer, LlamaConfig, MistralConfig
 
 from depthmix import MHCConfig
 from depthmix.conversion import ConversionError, convert, inspect_checkpoint
 from depthmix.conversion.source_tokenizer import resolve_tokenizer, verify_tokenizer
+from depthmix.families import FAMILIES
 
 
 TARGETS = {"qwen3": "attnres", "qwen2": "denseformer", "llama": "mhc", "olmo2": "moda_olmo2"}
@@ -139,3 +140,18 @@ def test_a_key_that_is_lost_on_the_way_is_noticed(tmp_path):
                 verify_tokenizer(chosen, companions, texts, MHCConfig())
         else:
             verify_tokenizer(chosen, companions, texts, MHCConfig())
+
+
+def test_the_version_by_which_the_host_corrects_tokenizers_of_mistral(tmp_path):
+    """`fix_mistral_regex` is followed for a Mistral of an older version, and never for what is converted."""
+    made = json.loads(digits_in_threes().to_str())
+    vocabulary = made["model"]["vocab"]
+    # smaller ones it does not look at
+    vocabulary.update({f"<{i}>": len(vocabulary) + i for i in range(100_001)})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(made))
+    content = {"tokenizer_class": "TokenizersBackend", "fix_mistral_regex": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(content))
+    companions = {path.name: path for path in tmp_path.iterdir()}
+    config = FAMILIES["moda_mistral"].find_class("Config")()
+    with pytest.raises(ConversionError, match="The tokenizer cannot be kept: .* Save the tokenizer of the source"):
+        resolve_tokenizer(companions, content, MistralConfig(), config, None, "4.46.0")

@@ -9,6 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from types import SimpleNamespace
 
 import pytest
 import transformers
@@ -16,7 +17,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.import_utils import is_serve_available
 
+from depthmix import AttnResConfig
 from depthmix.auto import AUTO_MAPS, auto_classes, register
+from depthmix.families import FAMILIES
 
 
 def test_look_ups_of_the_server():
@@ -30,6 +33,28 @@ def test_look_ups_of_the_server():
         head = object.__new__(classes["AutoModelForCausalLM"])
         assert manager.ModelManager.get_model_modality(head) is manager.Modality.LLM
     register()
+
+
+def test_response_templates_are_those_of_the_stock_models():
+    """The server goes by the model type for them; a Qwen without one shows tool calls and thoughts as plain text."""
+    serving = pytest.importorskip("transformers.cli.serving.utils")
+
+    def template_of(config, processor=None):
+        return serving.get_response_template(processor, SimpleNamespace(config=config))
+
+    for model_type in AUTO_MAPS:
+        backbone = FAMILIES[model_type].backbone.model_type
+        stock_type = "qwen3" if backbone == "dense" else backbone
+        config = auto_classes(model_type)["AutoConfig"]()
+        assert template_of(config) == template_of(SimpleNamespace(model_type=stock_type)), model_type
+        assert (template_of(config) is not None) == stock_type.startswith("qwen"), model_type
+    # the dense decoder as Qwen2 and as Llama
+    assert template_of(AttnResConfig(use_qk_norm=False, attention_bias=True, attention_output_bias=False))
+    assert template_of(AttnResConfig(use_qk_norm=False)) is None
+    assert template_of(AttnResConfig(use_qk_norm=False, attention_bias=True)) is None
+    # the tokenizer's own comes first, and other models stay
+    assert template_of(AttnResConfig(), SimpleNamespace(response_template="its own")) == "its own"
+    assert template_of(SimpleNamespace(model_type="llama")) is None
 
 
 def test_stock_names_stay():
