@@ -236,7 +236,7 @@ class DecoderAttention(nn.Module):
         attn_output, attn_weights = attention(
             self, query, keys, values, attention_mask, scaling=self.scaling, **self.reading_options(kwargs)
         )
-        return self.project_output(attn_output, hidden_states), attn_weights
+        return self.project_output(attn_output, query), attn_weights
 
     def project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
@@ -343,9 +343,21 @@ class DecoderAttention(nn.Module):
         dropout = self.attention_dropout if self.training else 0.0
         return {"dropout": dropout, "sliding_window": self.sliding_window, **kwargs}
 
-    def project_output(self, attn_output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`[B, T, hidden]` from the heads' outputs `[B, T, Hq, d]`, which servers return as `[B * T, Hq * d]`."""
-        flat = attn_output.reshape(*hidden_states.shape[:2], -1).contiguous()
+    def project_output(self, attn_output: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+        """
+        `[B, T, hidden]` from the outputs `[B, T, Hq, d]` of the heads of a query `[B, Hq, T, d]`, which servers return
+        as `[B * T, Hq * d]`.
+
+        Raises:
+            `ValueError`: if these are not the outputs of all heads.
+        """
+        if attn_output.numel() != query.numel():
+            raise ValueError(
+                f"{attn_output.numel()} outputs of the attention for {query.numel()} numbers of the query: the server "
+                "divides the heads among devices (tensor parallelism), and this model needs all of them on each, as "
+                "with depth_gate=True and where a norm goes over all heads."
+            )
+        flat = attn_output.reshape(query.shape[0], query.shape[2], -1).contiguous()
         return apply_linears((self.o_proj,), flat, self.depth_impl)[0]
 
 

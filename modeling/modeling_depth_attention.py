@@ -103,7 +103,7 @@ class DepthAttention(DecoderAttention):
         attn_output, attn_weights = attention(
             self, query, keys, values, attention_mask, scaling=self.scaling, **self.reading_options(kwargs)
         )
-        attn_output = self.project_output(attn_output, hidden_states)
+        attn_output = self.project_output(attn_output, query)
         if not self.is_depth_source:
             return attn_output, attn_weights, depth_weights
         if keys is not key and keys.shape == key.shape and keys.dtype == key.dtype and not torch.is_grad_enabled():

@@ -213,7 +213,7 @@ class MoDAAttention(DecoderAttention):
                 query, keys, values, depth_query, attention_mask, handle, depth_stream, kwargs.get("is_causal")
             )
             attn_output = attn_output.transpose(1, 2)
-        attn_output = self.project_output(attn_output, hidden_states)
+        attn_output = self.project_output(attn_output, query)
         if not self.makes_slot:
             return attn_output, attn_weights
         return attn_output, attn_weights, self.depth_key(projected_key) if self.reader_norm else key, value

@@ -77,7 +77,7 @@ class ValueResidualAttention(DecoderAttention):
         attn_output, attn_weights = attention(
             self, query, keys, values, attention_mask, scaling=self.scaling, **self.reading_options(kwargs)
         )
-        attn_output = self.project_output(attn_output, hidden_states)
+        attn_output = self.project_output(attn_output, query)
         return (attn_output, attn_weights) if self.value_mix is not None else (attn_output, attn_weights, value)
 
 

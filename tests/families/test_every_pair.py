@@ -27,6 +27,7 @@ from family_models import (
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from depthmix.configuration.depth_backbones import BACKBONES
 from depthmix.conversion import convert
@@ -100,6 +101,18 @@ def test_parts_of_a_group_of_heads_are_refused(method, query_heads, key_heads):
         setattr(attention, name, nn.Linear(TINY["hidden_size"], int(heads * attention.head_dim), bias=False))
     message = f"num_key_value_heads=2: must be a multiple.* here are {query_heads:g} query heads and {key_heads:g} key"
     with pytest.raises(ValueError, match=message):
+        model(ids_of(1, 4))
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("method", ["attnres", "depth_attention", "value_residual"])
+def test_outputs_of_some_heads_are_refused(method, monkeypatch):
+    """As of a server that divides the heads of a model which has all of them everywhere."""
+    pair = next(each for each in FAMILIES.values() if each.method == method)
+    model = new_model(pair)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "half", lambda module, query, *args, **kwargs: (query[:, :2], None))
+    model.set_attn_implementation("half")
+    with pytest.raises(ValueError, match="outputs of the attention for .* numbers of the query.*tensor parallelism"):
         model(ids_of(1, 4))
 
 
