@@ -175,7 +175,7 @@ def test_compiled(method, checkpoint, run_vllm):
     """As vLLM does it by default, from the folder's own code: depthmix is not installed there."""
     folder, prompts = checkpoint(method), random_prompts()
     assert len(prompts) == 32
-    answer, log = run_vllm(folder, prompts, rounds=2, block_size=16, **CHUNKED)
+    answer, log = run_vllm(folder, prompts, rounds=2, block_size=32, **CHUNKED)
     assert answer is not None, log[-4000:]
     expected = generated(folder, prompts)
     assert len({tuple(text) for text in expected}) > 20
