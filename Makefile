@@ -5,16 +5,22 @@ OLDEST := .venv-oldest
 DOCS := .venv-docs
 PRINT_EXTRA := import configparser, sys; setup = configparser.ConfigParser(); setup.read("setup.cfg"); \
 	print(setup["options.extras_require"][sys.argv[1]])
+VLLM := .venv-vllm
+EXTRAS := .venv-extras
 PRINT_SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 # Python compiles what it imports; of what is installed that is a part
 PIP_OPTIONS := --quiet --disable-pip-version-check --no-compile
 
-.PHONY: demo environments test test-all test-fast test-gpu fuzz kill docs quality style clean
+.PHONY: demo environments test test-all test-fast test-gpu test-vllm test-extras fuzz kill docs quality style clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/python examples/demo.py
 
 environments: $(VENV)/ready $(OLDEST)/ready
+
+# a folder from which the packages of this checkout are imported, though they are not installed
+LINK_PACKAGES := import sys; from pathlib import Path; from benchmarks.versions import link_packages; \
+	link_packages(Path.cwd(), Path(sys.argv[1]))
 
 # two workers; who has nothing left to do takes tests from the other
 PYTEST := -m pytest -n 2 --dist worksteal
@@ -35,6 +41,17 @@ test-fast: $(VENV)/ready
 test-gpu: $(VENV)/ready
 	$(VENV)/bin/python -m pytest tests/gpu tests/kernels
 
+# needs no GPU; some twenty minutes on two cores, which compile. depthmix is not installed there, so that a server finds
+# it only where a test says so
+test-vllm: $(VLLM)/ready
+	rm -rf $(VLLM)/tree
+	$(VLLM)/bin/python -c '$(LINK_PACKAGES)' $(VLLM)/tree
+	PYTHONPATH=$(CURDIR)/$(VLLM)/tree $(VLLM)/bin/python -P -m pytest tests/servers
+
+# with packages that train, quantise and evaluate
+test-extras: $(EXTRAS)/ready
+	$(EXTRAS)/bin/python $(PYTEST) tests/extras
+
 # damaged checkpoints by the thousand, from one seed: FUZZ_COUNT of each of six kinds, each for FUZZ_SECONDS at most
 fuzz: $(VENV)/ready
 	FUZZ_COUNT=$${FUZZ_COUNT:-1000} FUZZ_SEED=$${FUZZ_SEED:-1} FUZZ_SECONDS=$${FUZZ_SECONDS:-900} \
@@ -46,10 +63,6 @@ SEED ?= 0
 kill: $(VENV)/ready
 	DEPTHMIX_KILL=$(TRIALS) DEPTHMIX_KILL_SEED=$(SEED) \
 	    $(VENV)/bin/python -m pytest -n 0 -s -k random_points tests/conversion/test_kill.py
-
-# a folder from which the packages are imported by name, for those that read the source without installing it
-LINK_PACKAGES := import sys; from pathlib import Path; from benchmarks.versions import link_packages; \
-	link_packages(Path.cwd(), Path(sys.argv[1]))
 
 # the documentation as a site, in site/; a warning is an error
 docs: $(DOCS)/ready
@@ -70,7 +83,7 @@ style: $(VENV)/ready
 	$(VENV)/bin/ruff format .
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(DOCS) site demo_output build dist *.egg-info
+	rm -rf $(VENV) $(OLDEST) $(DOCS) $(VLLM) $(EXTRAS) site demo_output build dist *.egg-info
 
 $(VENV)/ready: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -91,4 +104,16 @@ $(OLDEST)/ready: $(VENV)/ready constraints-oldest.txt
 	site=$$($(OLDEST)/bin/python -c '$(PRINT_SITE)'); \
 		$(VENV)/bin/python -c '$(PRINT_SITE)' > $$site/shared.pth; \
 		echo 'import sys; sys.modules["triton"] = None' > $$site/without_triton.pth
+	touch $@
+
+# what vLLM draws in for images and sound is built for another torch, and breaks imports of transformers
+$(VLLM)/ready: constraints-vllm.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install $(PIP_OPTIONS) -r constraints-vllm.txt
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+$(EXTRAS)/ready: setup.cfg pyproject.toml constraints.txt constraints-extras.txt
+	$(PYTHON) -m venv $(EXTRAS)
+	$(EXTRAS)/bin/python -m pip install $(PIP_OPTIONS) -r constraints-extras.txt -e .
 	touch $@

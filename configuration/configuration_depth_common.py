@@ -63,8 +63,18 @@ _OWNERS_BY_PREFIX = {
     "moda_": "Mixture-of-Depths Attention",
     "value_residual_": "value residuals",
 }
-# by `id`, since configurations cannot be hashed
-_IN_USE: WeakValueDictionary[int, "DepthMixingFields"] = WeakValueDictionary()
+
+
+class _Configurations(WeakValueDictionary):
+    """Configurations by their `id`, since they cannot be hashed, each for as long as it lives."""
+
+    def __reduce__(self):
+        # servers hand a configuration of remote code to their processes with its class and the globals of its
+        # methods, by value; no model has been built with it there
+        return type(self), ()
+
+
+_IN_USE = _Configurations()
 _ATTENTION_KINDS = ("full_attention", "sliding_attention", "linear_attention")
 
 

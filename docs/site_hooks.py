@@ -125,8 +125,14 @@ def _reference() -> Iterator[str]:
         "forward is the one below.\n"
     )
     conversion = [f"depthmix.conversion.{name}" for name in _exported(ROOT / "conversion")]
+    inspection = [f"depthmix.inspection.{name}" for name in _exported(ROOT / "depthmix" / "inspection")]
     operations = [f"depthmix.kernels.{name}" for name in _exported(ROOT / "kernels" / "depth_ops")]
-    for heading, names in {"Conversion": conversion, **REFERENCE, "Operations": operations}.items():
+    for heading, names in {
+        "Conversion": conversion,
+        **REFERENCE,
+        "Looking inside": inspection,
+        "Operations": operations,
+    }.items():
         yield f"## {heading}\n"
         for name in names:
             yield f"::: {name}\n"

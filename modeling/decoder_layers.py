@@ -163,6 +163,22 @@ def eager_attention(
     return torch.matmul(weights, repeat_heads(value, groups)).transpose(1, 2).contiguous(), weights
 
 
+def biased_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: CausalBias,
+    scaling: float,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """As `eager_attention`, with the mask of later tokens; the host's function would repeat keys and values."""
+    output = nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=True
+    )
+    return output.transpose(1, 2), None
+
+
 class DecoderAttention(nn.Module):
     """
     Grouped-query attention by softmax. The record of the backbone says which biases and norms there are; which layers
@@ -212,12 +228,32 @@ class DecoderAttention(nn.Module):
         """Returns the output `[B, T, hidden]` and the attention weights (None if not asked for)."""
         query, key, value = self.finish(*self.project(hidden_states), position_embeddings)
         keys, values = self.remember(key, value, past_key_values, kwargs)
-        return self.read(query, keys, values, attention_mask, kwargs)
+        # Servers take an attention for one that they can work in by the text of its forward: the function has to be
+        # looked up and called there, in every class, and the scaling given as an attribute.
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        if isinstance(attention_mask, CausalBias):
+            attention = biased_attention
+        attn_output, attn_weights = attention(
+            self, query, keys, values, attention_mask, scaling=self.scaling, **self.reading_options(kwargs)
+        )
+        return self.project_output(attn_output, query), attn_weights
 
     def project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Query `[B, T, Hq * d]`, key and value `[B, T, Hkv * d]` as the linear maps give them."""
+        """
+        Query `[B, T, Hq * d]`, key and value `[B, T, Hkv * d]` as the linear maps give them.
+
+        Raises:
+            `ValueError`: if these are not whole key-value heads, each with all its query heads.
+        """
         linears = (self.q_proj, self.k_proj, self.v_proj)
         query, key, value = apply_linears(linears, hidden_states, self.depth_impl)
+        if key.shape[-1] % self.head_dim or query.shape[-1] != key.shape[-1] * self.num_key_value_groups:
+            raise ValueError(
+                f"num_key_value_heads={self.config.num_key_value_heads}: must be a multiple of the number of devices "
+                "among which tensor parallelism divides the attention. Each key-value head needs all its "
+                f"{self.num_key_value_groups} query heads beside it; here are {query.shape[-1] / self.head_dim:g} "
+                f"query heads and {key.shape[-1] / self.head_dim:g} key-value heads."
+            )
         return query, key, value
 
     def bound(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -302,38 +338,26 @@ class DecoderAttention(nn.Module):
             return key, value
         return cache.update(key, value, self.layer_idx if slot is None else slot, **cache_update_keywords(kwargs))
 
-    def read(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        kwargs: dict,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The output `[B, T, hidden]` and the attention weights (None if not asked for)."""
-        if isinstance(attention_mask, CausalBias):
-            # the host's function would repeat keys and values for all query heads
-            attn_output = nn.functional.scaled_dot_product_attention(
-                query, keys, values, attn_mask=attention_mask, scale=self.scaling, enable_gqa=True
-            )
-            return self.project_output(attn_output.transpose(1, 2)), None
-        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
-        attn_output, attn_weights = attention(
-            self,
-            query,
-            keys,
-            values,
-            attention_mask,
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            sliding_window=self.sliding_window,
-            **kwargs,
-        )
-        return self.project_output(attn_output), attn_weights
+    def reading_options(self, kwargs: dict) -> dict[str, Any]:
+        """The keywords of the attention function, besides the scaling."""
+        dropout = self.attention_dropout if self.training else 0.0
+        return {"dropout": dropout, "sliding_window": self.sliding_window, **kwargs}
 
-    def project_output(self, attn_output: torch.Tensor) -> torch.Tensor:
-        """`[B, T, hidden]` from the heads' outputs `[B, T, Hq, d]`."""
-        flat = attn_output.reshape(*attn_output.shape[:2], -1).contiguous()
+    def project_output(self, attn_output: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+        """
+        `[B, T, hidden]` from the outputs `[B, T, Hq, d]` of the heads of a query `[B, Hq, T, d]`, which servers return
+        as `[B * T, Hq * d]`.
+
+        Raises:
+            `ValueError`: if these are not the outputs of all heads.
+        """
+        if attn_output.numel() != query.numel():
+            raise ValueError(
+                f"{attn_output.numel()} outputs of the attention for {query.numel()} numbers of the query: the server "
+                "divides the heads among devices (tensor parallelism), and this model needs all of them on each, as "
+                "with depth_gate=True and where a norm goes over all heads."
+            )
+        flat = attn_output.reshape(query.shape[0], query.shape[2], -1).contiguous()
         return apply_linears((self.o_proj,), flat, self.depth_impl)[0]
 
 

@@ -10,19 +10,25 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.nn.attention.bias import CausalBias
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import OutputRecorder
 
 from depthmix.configuration.configuration_depth_attention import CONFIGURATIONS
 from depthmix.kernels.depth_dispatch import check_implementation
 from depthmix.kernels.depth_value_mix_op import depth_value_weights
 
-from .decoder_layers import DecoderAttention, DecoderLayer
+from .decoder_layers import DecoderAttention, DecoderLayer, biased_attention, eager_attention
 from .depth_decoder import DepthDecoderModel, DepthPreTrainedModel, Ledger, ModelClasses
 from .mixing_modules import MixingModule, mixing_dtype
 from .transformers_versions import accepts_both_cache_names
+
+
+# attention functions of servers, which keep keys and values by layer, not by layer and pass
+SERVER_ATTENTIONS = ("sglang", "vllm", "vllm_mla")
 
 
 class DepthGate(MixingModule):
@@ -91,7 +97,13 @@ class DepthAttention(DecoderAttention):
             gate = gate if source_keys else None
             depth_weights = depth_value_weights(query, [*source_keys, key], scaling=self.scaling, gate=gate)
         keys, values = self.remember(key, value, past_key_values, kwargs, cache_slot)
-        attn_output, attn_weights = self.read(query, keys, values, attention_mask, kwargs)
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        if isinstance(attention_mask, CausalBias):
+            attention = biased_attention
+        attn_output, attn_weights = attention(
+            self, query, keys, values, attention_mask, scaling=self.scaling, **self.reading_options(kwargs)
+        )
+        attn_output = self.project_output(attn_output, query)
         if not self.is_depth_source:
             return attn_output, attn_weights, depth_weights
         if keys is not key and keys.shape == key.shape and keys.dtype == key.dtype and not torch.is_grad_enabled():
@@ -196,6 +208,11 @@ class DepthAttentionDecoder(DepthDecoderModel):
         return any(config.depth_sources) or config.num_loops > 1
 
     def add_modules(self, config: PreTrainedConfig) -> None:
+        if config.num_loops > 1 and config._attn_implementation in SERVER_ATTENTIONS:
+            raise ValueError(
+                f"num_loops={config.num_loops}: must be 1 with attn_implementation={config._attn_implementation!r}, "
+                "since this server keeps the keys and values of one pass only."
+            )
         self.depth_sources = config.depth_sources
         self.last_reader = {source: reader for reader, read in enumerate(self.depth_sources) for source in read}
         # in every pass, the layers that are a source in one

@@ -23,13 +23,21 @@ from torch.nn.attention.bias import CausalBias
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from depthmix.configuration.configuration_moda import CONFIGURATIONS
 from depthmix.kernels.depth_dispatch import check_implementation, left_to_compiler, triton_obstacle, use_triton
 from depthmix.kernels.moda_stream import DepthStream, moda_attention_over_stream
 from depthmix.kernels.norm_rotary_mix_op import norm_rotary_mix
 
-from .decoder_layers import DecoderAttention, DecoderLayer, repeat_heads, rotate
+from .decoder_layers import (
+    DecoderAttention,
+    DecoderLayer,
+    biased_attention,
+    eager_attention,
+    repeat_heads,
+    rotate,
+)
 from .depth_decoder import DepthDecoderModel, DepthPreTrainedModel, Ledger, ModelClasses
 from .lent_weights import apply_mlp, apply_norm, runs_plainly
 from .mixing_modules import MixingModule, mixing_dtype
@@ -187,7 +195,12 @@ class MoDAAttention(DecoderAttention):
         keys, values = self.remember(rotated_key, heads_value, past_key_values, kwargs)
 
         if self.first_slot == self.last_slot:
-            attn_output, attn_weights = self.read(query, keys, values, attention_mask, kwargs)
+            attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+            if isinstance(attention_mask, CausalBias):
+                attention = biased_attention
+            attn_output, attn_weights = attention(
+                self, query, keys, values, attention_mask, scaling=self.scaling, **self.reading_options(kwargs)
+            )
         else:
             if self.reader_norm:
                 depth_query = (query * self.reader_gain(key)).to(query.dtype)
@@ -199,7 +212,8 @@ class MoDAAttention(DecoderAttention):
             attn_output, attn_weights = self.read_with_slots(
                 query, keys, values, depth_query, attention_mask, handle, depth_stream, kwargs.get("is_causal")
             )
-            attn_output = self.project_output(attn_output.transpose(1, 2))
+            attn_output = attn_output.transpose(1, 2)
+        attn_output = self.project_output(attn_output, query)
         if not self.makes_slot:
             return attn_output, attn_weights
         return attn_output, attn_weights, self.depth_key(projected_key) if self.reader_norm else key, value

@@ -10,15 +10,17 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.nn.attention.bias import CausalBias
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from depthmix.configuration.configuration_value_residual import CONFIGURATIONS
 from depthmix.kernels.depth_average_op import depth_average
 from depthmix.kernels.depth_dispatch import check_implementation
 
-from .decoder_layers import DecoderAttention, DecoderLayer
+from .decoder_layers import DecoderAttention, DecoderLayer, biased_attention, eager_attention
 from .depth_decoder import DepthDecoderModel, DepthPreTrainedModel, Ledger, ModelClasses
 from .mixing_modules import MixingModule, mixing_dtype
 from .transformers_versions import accepts_both_cache_names
@@ -69,8 +71,14 @@ class ValueResidualAttention(DecoderAttention):
             value = self.value_mix(first_value, value)
         query, key, heads = self.finish(query, key, value, position_embeddings)
         keys, values = self.remember(key, heads, past_key_values, kwargs)
-        outputs = self.read(query, keys, values, attention_mask, kwargs)
-        return outputs if self.value_mix is not None else (*outputs, value)
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        if isinstance(attention_mask, CausalBias):
+            attention = biased_attention
+        attn_output, attn_weights = attention(
+            self, query, keys, values, attention_mask, scaling=self.scaling, **self.reading_options(kwargs)
+        )
+        attn_output = self.project_output(attn_output, query)
+        return (attn_output, attn_weights) if self.value_mix is not None else (attn_output, attn_weights, value)
 
 
 class ValueResidualLayer(DecoderLayer):

@@ -4,6 +4,10 @@ Every method on every backbone: the vanilla function without mixing, caches, pad
 training step against the reference.
 """
 
+import ast
+import inspect
+import textwrap
+
 import pytest
 import torch
 from family_models import (
@@ -23,6 +27,7 @@ from family_models import (
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from depthmix.configuration.depth_backbones import BACKBONES
 from depthmix.conversion import convert
@@ -63,6 +68,52 @@ def test_without_mixing_it_is_the_vanilla_model(pair):
         result.loss.backward()
     for name, parameter in stock.named_parameters():
         assert (own[name].grad - parameter.grad).norm() <= 1e-4 * parameter.grad.norm() + 1e-9, name
+
+
+@pytest.mark.once
+@EVERY_PAIR
+def test_servers_find_the_attention(pair):
+    """
+    By the text of its forward vLLM finds out whether it can put an attention of its own there: it wants one call of a
+    function that was looked up, and its scaling as an attribute.
+    """
+    attention = pair.find_class("DecoderLayer").attention_class
+    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(attention.forward))))
+    looked_up = {
+        ast.unparse(node.targets[0])
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        and ast.unparse(node.value).startswith("ALL_ATTENTION_FUNCTIONS.get_interface(")
+    }
+    (call,) = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) in looked_up)
+    assert [ast.unparse(each.value) for each in call.keywords if each.arg == "scaling"] == ["self.scaling"]
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("method", ["depth_attention", "value_residual", "moda"])
+@pytest.mark.parametrize("query_heads, key_heads", [(2, 0.5), (2, 1.5), (1, 1), (4, 1)])
+def test_parts_of_a_group_of_heads_are_refused(method, query_heads, key_heads):
+    """As on a device that shares the attention with more others than there are key-value heads."""
+    pair = next(each for each in FAMILIES.values() if (each.method, each.backbone.model_type) == (method, "qwen3"))
+    model = new_model(pair)
+    attention = model.base_model.layers[1].self_attn
+    for name, heads in (("q_proj", query_heads), ("k_proj", key_heads), ("v_proj", key_heads)):
+        setattr(attention, name, nn.Linear(TINY["hidden_size"], int(heads * attention.head_dim), bias=False))
+    message = f"num_key_value_heads=2: must be a multiple.* here are {query_heads:g} query heads and {key_heads:g} key"
+    with pytest.raises(ValueError, match=message):
+        model(ids_of(1, 4))
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("method", ["attnres", "depth_attention", "value_residual"])
+def test_outputs_of_some_heads_are_refused(method, monkeypatch):
+    """As of a server that divides the heads of a model which has all of them everywhere."""
+    pair = next(each for each in FAMILIES.values() if each.method == method)
+    model = new_model(pair)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "half", lambda module, query, *args, **kwargs: (query[:, :2], None))
+    model.set_attn_implementation("half")
+    with pytest.raises(ValueError, match="outputs of the attention for .* numbers of the query.*tensor parallelism"):
+        model(ids_of(1, 4))
 
 
 @pytest.mark.once

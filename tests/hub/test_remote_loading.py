@@ -1,9 +1,14 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """Saved models where depthmix is not installed, and what is saved there where it is."""
 
+import json
 import os
+import pickle
 import shutil
+import sys
+from pathlib import Path
 
+import cloudpickle
 import pytest
 import torch
 from transformers import (
@@ -179,6 +184,40 @@ def test_a_configuration_saved_alone_brings_all_code(
 def load_one(folder, ids):
     with torch.no_grad():
         return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)(ids).logits
+
+
+def write_by_value(folders, file):
+    configurations = [AutoConfig.from_pretrained(folder, trust_remote_code=True) for folder in folders]
+    cloudpickle.register_pickle_by_value(sys.modules["transformers_modules"])
+    # as after a model has been built
+    configurations[0].note_model()
+    Path(file).write_bytes(cloudpickle.dumps(configurations))
+
+
+def read_by_value(file):
+    configurations = pickle.loads(Path(file).read_bytes())
+    # the globals of its methods came along
+    for each in configurations:
+        each.depth_impl = "reference"
+        each.validate_depth_mixing()
+    return [each.to_json_string(use_diff=False) for each in configurations]
+
+
+@pytest.mark.once
+def test_configurations_are_handed_on_by_value(clean_python, family, tiny, tmp_path):
+    """As servers hand a configuration of remote code to processes that have not loaded that code."""
+    configurations = [
+        family.head.config_class(**tiny, **fields, depth_impl="reference")
+        for fields in ({}, family.densest | family.defaults)
+    ]
+    folders = [tmp_path / "default", tmp_path / "densest"]
+    for configuration, folder in zip(configurations, folders, strict=True):
+        configuration.save_pretrained(folder)
+    clean_python(write_by_value, [str(folder) for folder in folders], str(tmp_path / "pickled"))
+    read = clean_python(read_by_value, str(tmp_path / "pickled"))
+    for text, folder in zip(read, folders, strict=True):
+        given, saved = json.loads(text), json.loads((folder / "config.json").read_text())
+        assert {name: given[name] for name in saved if name in given} == saved
 
 
 def write_hub_cache(cache, folder):

@@ -539,6 +539,12 @@ class CausalLMChecks:
         assert torch.equal(generated, greedy_without_cache(model, ids, 12))
 
     @pytest.mark.sampled_variants
+    def test_draft_for_a_vanilla_model(self, model, vanilla_twin, token_ids):
+        target, ids = vanilla_twin(model), token_ids(1, 7)
+        generated = target.generate(ids, assistant_model=model, max_new_tokens=12, **GREEDY)
+        assert torch.equal(generated, greedy_without_cache(target, ids, 12))
+
+    @pytest.mark.sampled_variants
     def test_early_exit_generation(self, model, token_ids):
         ids, options = token_ids(1, 7), {"assistant_early_exit": 2, "max_new_tokens": 8}
         cache = DynamicCache(config=Qwen3Config(num_hidden_layers=2))
@@ -648,7 +654,8 @@ class CausalLMChecks:
             output = nn.functional.scaled_dot_product_attention(
                 query, key, value, attn_mask=seen, scale=scaling, enable_gqa=True
             )
-            return output.transpose(1, 2), None
+            # no batch, and all heads in one
+            return output.transpose(1, 2).flatten(2).flatten(0, 1), None
 
         monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "server", attention)
         served = AutoModel.from_config(copy.deepcopy(model.config), attn_implementation="server").eval()

@@ -203,6 +203,13 @@ class TestLooped:
                 torch.zeros(1, 3, 64), None, None, past_key_values=SimpleNamespace()
             )
 
+    @pytest.mark.parametrize("server", ["vllm", "sglang"])
+    def test_servers_are_refused(self, build, server, monkeypatch):
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, server, lambda *args, **kwargs: pytest.fail("one pass only"))
+        config = build(**LOOPED).config
+        with pytest.raises(ValueError, match=f"num_loops=2: must be 1 with attn_implementation='{server}'"):
+            AutoModel.from_config(config, attn_implementation=server)
+
     def test_cache_of_one_pass_is_refused(self, build, token_ids):
         model = build(**LOOPED)
         cache = DynamicCache(config=model.config)

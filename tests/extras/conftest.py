@@ -1,0 +1,49 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""Packages that train, quantise and evaluate. `make test-extras` installs them; elsewhere these tests are left out."""
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+from family_models import TINY
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from depthmix.families import FAMILIES
+
+
+MODULES = ("lm_eval", "trl", "torchao", "optimum.quanto", "bitsandbytes")
+has_all = all(find_spec(name.partition(".")[0]) for name in MODULES)
+collect_ignore_glob = [] if has_all else ["test_*.py"]
+
+# one of each method, and MoDA also on the backbone of the paper
+PAIRS = ("depth_qwen3", "attnres", "denseformer", "mhc", "moda_olmo2", "moda_qwen3", "value_residual_qwen3")
+
+
+def pytest_generate_tests(metafunc):
+    if "pair" in metafunc.fixturenames:
+        metafunc.parametrize("pair", [FAMILIES[name] for name in PAIRS], ids=PAIRS)
+
+
+@pytest.fixture
+def tokenizer():
+    """One word for each token of the tiny models, with a chat template."""
+    words = ["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(3, TINY["vocab_size"]))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", model_max_length=256
+    )
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }} {% endfor %}"
+    return tokenizer
+
+
+@pytest.fixture
+def words():
+    """`words(length, seed)` is a random text of so many tokens."""
+
+    def words(length, seed):
+        generator = torch.Generator().manual_seed(seed)
+        return " ".join(f"w{i}" for i in torch.randint(3, TINY["vocab_size"], (length,), generator=generator).tolist())
+
+    return words

@@ -1,0 +1,93 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""
+Weight-only quantisation by the packages that transformers can call on a CPU.
+
+What mixes layers stays as it is. That quantisation does no more harm than to the vanilla model is judged on retrofits,
+which compute the same function; the mixing of a random awake model changes how much any rounding matters.
+"""
+
+import pytest
+import torch
+from family_models import AWAKE_FIELDS, VANILLA_FIELDS, fields_of, ids_of, new_model, wake
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, QuantoConfig, TorchAoConfig
+
+from depthmix.modeling.mixing_modules import MixingModule
+
+
+ao = pytest.importorskip("torchao.quantization")
+GROUP = ao.PerGroup(32)
+CHOICES = {
+    "torchao-int8": lambda: TorchAoConfig(ao.Int8WeightOnlyConfig()),
+    "torchao-int4": lambda: TorchAoConfig(ao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=GROUP)),
+    "quanto-int8": lambda: QuantoConfig(weights="int8"),
+    "quanto-int4": lambda: QuantoConfig(weights="int4"),
+    "bitsandbytes-8": lambda: BitsAndBytesConfig(load_in_8bit=True),
+    "bitsandbytes-4": lambda: BitsAndBytesConfig(load_in_4bit=True),
+}
+
+
+def wide(pair):
+    """Fields with which every matrix has whole groups of 64 numbers, and no layer a window."""
+    fields = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "use_sliding_window": False}
+    known = fields_of(pair)
+    return {name: value for name, value in fields.items() if name in known} | (
+        {"layer_types": None} if "layer_types" in known else {}
+    )
+
+
+def relative_error(model, quantised):
+    """Of the logits, as a part of their spread."""
+    ids = ids_of(4, 48)
+    with torch.no_grad():
+        expected = model(ids).logits
+        return ((quantised(ids).logits - expected).square().mean().sqrt() / expected.std()).item()
+
+
+def load(folder, choice, **options):
+    return AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=CHOICES[choice](), device_map="cpu", **options
+    ).eval()
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_no_more_harm_than_to_the_vanilla_model(pair, choice, tmp_path):
+    model = new_model(pair, **VANILLA_FIELDS[pair.method] | wide(pair))
+    torch.manual_seed(0)
+    head = pair.backbone.stock_class("ForCausalLM")
+    vanilla = head(head.config_class(**fields_of(pair) | wide(pair))).eval()
+    errors = []
+    for name, each in (("model", model), ("vanilla", vanilla)):
+        each.save_pretrained(tmp_path / name)
+        errors.append(relative_error(each, load(tmp_path / name, choice, dtype="float32")))
+    assert 1e-3 < errors[1] < 1
+    assert errors[0] <= 1.05 * errors[1]
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_what_mixes_is_untouched(pair, choice, tmp_path):
+    """Also where the rest is loaded in bf16: gates and the like stay fp32 and have the values that were saved."""
+    fields = {"depth_attention": {"depth_gate": True}, "moda": {"moda_gate": True}}.get(pair.method, {})
+    model = wake(new_model(pair, **AWAKE_FIELDS[pair.method] | fields | wide(pair)))
+    model.save_pretrained(tmp_path)
+    quantised = load(tmp_path, choice, dtype="bfloat16")
+    modules = [name for name, each in model.named_modules() if isinstance(each, MixingModule)]
+    assert modules
+    for name in modules:
+        found = dict(quantised.get_submodule(name).named_parameters())
+        for parameter_name, parameter in model.get_submodule(name).named_parameters():
+            assert type(found[parameter_name]) is torch.nn.Parameter
+            assert found[parameter_name].dtype is torch.float32
+            assert torch.equal(found[parameter_name], parameter)
+    # the rest is quantised
+    assert relative_error(model, quantised) > 1e-3
+
+
+@pytest.mark.parametrize("choice", ["torchao-int8", "torchao-int4", "quanto-int8"])
+def test_greedy_generation(pair, choice, tmp_path):
+    """With a cache as without one, where weights alone are quantised; bitsandbytes rounds activations by the call."""
+    wake(new_model(pair, **AWAKE_FIELDS[pair.method] | wide(pair))).save_pretrained(tmp_path)
+    quantised, ids = load(tmp_path, choice, dtype="float32"), ids_of(1, 7)
+    greedy = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    generated = quantised.generate(ids, **greedy)
+    assert generated.shape == (1, 15)
+    assert torch.equal(generated, quantised.generate(ids, use_cache=False, **greedy))
