@@ -18,6 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.bias import CausalBias
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from depthmix.modeling.decoder_layers import biased_attention, eager_attention
 
 
 EMBEDDINGS, OWN, OUTPUT = "embeddings", "own", "output"
@@ -218,19 +222,46 @@ class ValueSites(MethodSites):
             mixes[mix.site.number % len(decoder.layers)] = mix
 
         def attach(number: int, layer: Any) -> None:
-            attention, read = layer.self_attn, layer.self_attn.read
+            attention = layer.self_attn
+            remember, options_of, project = attention.remember, attention.reading_options, attention.project_output
+            # what the attention function of this call gets besides the query
+            mask = keys = values = options = None
 
-            def read_parts(query, keys, values, attention_mask, kwargs):
+            def note_mask(_, args, kwargs):
+                nonlocal mask
+                mask = kwargs["attention_mask"]
+
+            def note_keys_and_values(*args, **kwargs):
+                nonlocal keys, values
+                keys, values = remember(*args, **kwargs)
+                return keys, values
+
+            def note_options(kwargs):
+                nonlocal options
+                options = options_of(kwargs)
+                return options
+
+            def output_of(query, part):
+                function = biased_attention
+                if not isinstance(mask, CausalBias):
+                    name = attention.config._attn_implementation
+                    function = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention)
+                output, _ = function(attention, query, keys, part, mask, scaling=attention.scaling, **options)
+                return project(output, query)
+
+            def project_parts(attn_output, query):
                 if (mix := mixes.pop(number, None)) is not None:
                     # a bias of the projection is no part of any
-                    nothing, _ = read(query, keys, torch.zeros_like(values), attention_mask, kwargs)
+                    nothing = output_of(query, torch.zeros_like(values))
                     for i in range(len(mix.site.sources)):
                         part = self.values_of(attention, mix.contribution(i)).to(values.dtype)
-                        output, _ = read(query, keys, part, attention_mask, kwargs)
-                        keep(mix.site, i, after_attention(layer, output - nothing))
-                return read(query, keys, values, attention_mask, kwargs)
+                        keep(mix.site, i, after_attention(layer, output_of(query, part) - nothing))
+                return project(attn_output, query)
 
-            override(attention, "read", read_parts, stack)
+            stack.callback(attention.register_forward_pre_hook(note_mask, with_kwargs=True).remove)
+            override(attention, "remember", note_keys_and_values, stack)
+            override(attention, "reading_options", note_options, stack)
+            override(attention, "project_output", project_parts, stack)
 
         for number, layer in enumerate(decoder.layers):
             attach(number, layer)

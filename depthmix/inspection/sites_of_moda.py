@@ -76,10 +76,13 @@ class MoDASites(MethodSites):
         def split(place: int, mix: Mix) -> None:
             layer = decoder.layers[mix.site.number]
             for i in range(len(mix.site.sources)):
-                part = mix.contribution(i).transpose(1, 2).to(decoder.dtype)
-                project = layer.self_attn.project_output
-                # without the bias of the projection
-                keep(mix.site, i, after_attention(layer, project(part) - project(torch.zeros_like(part))))
+                # it has the shape of the query
+                part = mix.contribution(i).to(decoder.dtype)
+                projected, bias = (
+                    layer.self_attn.project_output(each.transpose(1, 2), part)
+                    for each in (part, torch.zeros_like(part))
+                )
+                keep(mix.site, i, after_attention(layer, projected - bias))
 
         return split
 

@@ -53,6 +53,8 @@ def train(tmp_path):
     return train
 
 
+@pytest.mark.long
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("labelled", [None, (9, 2, 5, 1)], ids=["equal", "unequal"])
 def test_accumulated_batches_have_the_loss_of_one(family, labelled, build_awake, rows, train):
     logs, models = [], []
@@ -97,6 +99,7 @@ def with_lora(model):
     return peft.get_peft_model(model, peft.LoraConfig(target_modules=["v_proj"], task_type="CAUSAL_LM"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wrap", [as_it_is, subclassed, with_lora])
 def test_label_smoothing_is_of_the_next_token(family, wrap, build_awake, rows, train):
     model = build_awake(family)
@@ -110,6 +113,7 @@ def test_label_smoothing_is_of_the_next_token(family, wrap, build_awake, rows, t
     assert trainer.state.log_history[0]["loss"] == pytest.approx(expected.item(), rel=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("adapter", [False, True], ids=["all weights", "beside LoRA"])
 def test_mixing_parameters_move_in_a_low_precision_model(family, adapter, tiny, rows, train, tmp_path):
     """As many entries of them as in an fp32 model, at the Trainer's own rate, also after saving and loading."""
@@ -144,6 +148,7 @@ def test_mixing_parameters_move_in_a_low_precision_model(family, adapter, tiny, 
     assert {n: moved[torch.bfloat16][n] for n in settled if moved[torch.bfloat16][n] < 0.99 * before[n].numel()} == {}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("initializer_range", [0.02, 0.15], ids=["fresh", "awake"])
 def test_every_parameter_learns(family, initializer_range, build, rows, train):
     model = build(model_class=family.head, **family.densest, initializer_range=initializer_range)
@@ -153,6 +158,8 @@ def test_every_parameter_learns(family, initializer_range, build, rows, train):
     assert [name for name in unchanged if not family.is_idle(name)] == []
 
 
+@pytest.mark.long
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("use_reentrant", [None, False, True], ids=["plain", "non_reentrant", "reentrant"])
 def test_resuming_is_bit_equal(family, use_reentrant, build_awake, rows, train, tmp_path):
     arguments = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch"}
@@ -170,6 +177,7 @@ def test_resuming_is_bit_equal(family, use_reentrant, build_awake, rows, train, 
         assert torch.equal(parameter, expected)
 
 
+@pytest.mark.long
 def test_checkpointing_trains_as_without(family, build_awake, rows, train):
     models = []
     for use_reentrant in (None, False, True):
