@@ -8,6 +8,7 @@ hold escape sequences, line breaks, markup or a token, and may be very long.
 
 import contextlib
 import logging
+import os
 import re
 from collections.abc import Iterator
 
@@ -17,7 +18,23 @@ from huggingface_hub import get_token
 # of one line; a shard's name, a path or a list of options fits
 LINE_LIMIT = 2000
 _HIDDEN = "hf_***"
-_TOKEN = re.compile(r"\bhf_[A-Za-z0-9_-]{6,}|(?<=[Bb]earer )\S+|(?<=://)[^\s/@]+(?=@)")
+# what has the form of a secret, and what stands before it and tells that it is one
+_SECRET = re.compile(
+    r"""
+    \b(?:hf|api_org)_[a-z0-9_-]{6,}(?:\.[a-z0-9_-]+)*
+    | (?<=://)(?:[^\s/@]*:\S*|[^\s/@]+)(?=@)
+    | (?P<before>
+        \bbearer(?:\ |%20)
+        | \bauthorization["']?\s*[:=]\s*["']?(?:\w+\s+)?
+        | \b(?:hf|hugging_face_hub)_token["']?\s*[:=]\s*["']?
+        | [?&][\w-]*(?:token|signature|credential|key|password|secret)=
+      )[^\s&"',]+
+    | (?P<before_line>\bcookie["']?\s*:\s*["']?)[^"'\r\n]+
+    """,
+    re.IGNORECASE | re.VERBOSE,
+)
+# whose addresses can hold a password
+_PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 # what Markdown and HTML give a meaning to, and what becomes a link by itself
 _MARKUP = re.compile(r"[`<>\[\]|\\]|://|www\.|@")
 _known_tokens: set[str] = set()
@@ -61,17 +78,21 @@ def mask_tokens(text: str) -> str:
     """The text without tokens: those of [`hidden_tokens`], and whatever has the form of one."""
     for token in sorted(_known_tokens, key=len, reverse=True):
         text = text.replace(token, _HIDDEN)
-    return _TOKEN.sub(_HIDDEN, text)
+    return _SECRET.sub(lambda found: (found["before"] or found["before_line"] or "") + _HIDDEN, text)
 
 
 @contextlib.contextmanager
 def hidden_tokens(token: str | bool | None) -> Iterator[None]:
     """
-    Within the block, neither messages nor what the Hub's client logs shows this token or the one that is logged in,
-    whatever its form is. A server may send it back.
+    Within the block, neither messages nor what the Hub's client logs shows this token, the one that is logged in or
+    the password of a proxy, whatever their form is. A server may send them back.
     """
     # the Hub's client sends the token of the environment or of a login where none is given
-    tokens = {each for each in (token, get_token()) if isinstance(each, str) and len(each) > 3} - _known_tokens
+    proxies = [os.environ.get(name, "") for each in _PROXIES for name in (each, each.upper())]
+    logins = [proxy.rpartition("@")[0].rpartition("://")[2] for proxy in proxies]
+    passwords = [login.partition(":")[2] for login in logins]
+    secrets = (token, get_token(), *logins, *passwords)
+    tokens = {each for each in secrets if isinstance(each, str) and len(each) > 3} - _known_tokens
     _known_tokens.update(tokens)
     # a filter of a logger sees its own records only, one of a handler those of all loggers below
     handlers = [handler for name in (None, "huggingface_hub", "httpx") for handler in logging.getLogger(name).handlers]

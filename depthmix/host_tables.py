@@ -53,14 +53,16 @@ def give_response_templates(serving: ModuleType) -> None:
         return original(processor, known_as)
 
     vars(get_response_template)["knows_backbones"] = True
-    serving.get_response_template = get_response_template
+    vars(serving)["get_response_template"] = get_response_template
 
 
 def _stock_type(config: Any) -> str | None:
     """The model type of the stock model that a model of this package stands on; None for other models."""
     family = FAMILIES.get(config.model_type)
-    if family is None or family.backbone.model_type != "dense":
-        return family and family.backbone.model_type
+    if family is None:
+        return None
+    if family.backbone.model_type != "dense":
+        return family.backbone.model_type
     if config.use_qk_norm:
         return "qwen3"
     return "qwen2" if config.attention_bias and not config.attention_output_bias else "llama"

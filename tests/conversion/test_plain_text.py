@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from depthmix.conversion import ConversionError, convert, inspect_checkpoint
 from depthmix.conversion.cli import main
 from depthmix.conversion.errors import raise_problems
-from depthmix.conversion.plain_text import markdown_code, markdown_text, printable
+from depthmix.conversion.plain_text import hidden_tokens, markdown_code, markdown_text, mask_tokens, printable
 
 
 pytestmark = pytest.mark.once
@@ -53,6 +53,57 @@ def test_prose():
     )
     for part in ("<b>", "[a](b)", "https://evil", "www.evil.com", "a@b.c", "`"):
         assert markdown_text(f"a {part}").startswith("`")
+
+
+SECRET = "s3cr3t/p@ss.word-9"
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        "hf_abcdefghij",
+        "hf_oauth_abcdef.ghijkl.mnopqr",
+        "api_org_abcdefghij",
+        "http://user:{}@proxy:8080/path",
+        "http://{}@proxy",
+        "Authorization: Basic {}",
+        "'proxy-authorization': 'Bearer {}'",
+        "BEARER {}",
+        "bearer%20{}",
+        "Cookie: session=1; token={}",
+        "https://host/file?token={}&x=1",
+        "https://host/file?X-Amz-Signature=1&X-Amz-Credential={}",
+        "HF_TOKEN={}",
+        '{{"HUGGING_FACE_HUB_TOKEN": "{}"}}',
+    ],
+)
+def test_secrets_are_masked(form):
+    secret = SECRET if "{}@" not in form or ":{}" in form else "s3cr3t"
+    text = mask_tokens(f"before {form.format(secret)} after")
+    assert text.startswith("before ") and "hf_***" in text
+    assert not any(part in text for part in (secret, "s3cr3t", "word-9", "abcdef", "mnopqr"))
+    assert mask_tokens(text) == text
+
+
+def test_what_is_no_secret_stays():
+    for text in (
+        *(
+            "eos_token=5: must be below vocab_size=3",
+            "token_type_ids",
+            "pad_token_id: 0",
+            "https://huggingface.co/a/b",
+        ),
+        *("a@b.c", "basic use", "key=3, token: none", "hf_hub", "tokenizer.json?download=true"),
+    ):
+        assert mask_tokens(text) == text
+
+
+@pytest.mark.parametrize("name", ["HTTPS_PROXY", "http_proxy"])
+def test_the_password_of_a_proxy_is_hidden(name, monkeypatch):
+    monkeypatch.setenv(name, f"http://user:{SECRET}@proxy:3128")
+    with hidden_tokens(None):
+        assert SECRET not in mask_tokens(f"refused: {SECRET}, user:{SECRET}")
+    assert mask_tokens(f"refused: {SECRET}").endswith(SECRET)
 
 
 def test_problems_stay_apart():
