@@ -261,6 +261,15 @@ def fresh_python(tmp_path_factory):
 
 
 @pytest.fixture
+def own_remote_code(tmp_path, monkeypatch):
+    """Code of saved models is loaded as if no test before had loaded any, and from a folder of this test."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformers_modules"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+@pytest.fixture
 def tiny():
     """Fields of the tiny configuration, to be changed freely."""
     return dict(TINY)

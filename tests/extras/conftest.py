@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from depthmix.families import FAMILIES
 
 
-MODULES = ("lm_eval", "trl", "torchao", "optimum.quanto", "bitsandbytes")
+MODULES = ("lm_eval", "trl", "torchao", "optimum.quanto", "bitsandbytes", "onnxscript", "onnxruntime")
 has_all = all(find_spec(name.partition(".")[0]) for name in MODULES)
 collect_ignore_glob = [] if has_all else ["test_*.py"]
 

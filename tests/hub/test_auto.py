@@ -67,13 +67,8 @@ def test_registering_again(build, assert_complete, tmp_path):
     assert_complete(tmp_path)
 
 
-def test_package_and_remote_code_in_one_process(
-    monkeypatch, build, token_ids, assert_awake, assert_complete, tmp_path
-):
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    for name in [name for name in sys.modules if name.split(".")[0] == "transformers_modules"]:
-        monkeypatch.delitem(sys.modules, name)
+@pytest.mark.usefixtures("own_remote_code")
+def test_package_and_remote_code_in_one_process(build, token_ids, assert_awake, assert_complete, tmp_path):
     model = build()
     assert_awake(model)
     model.save_pretrained(tmp_path / "saved")

@@ -433,15 +433,15 @@ def test_adapters(small, inputs, model_type, saved):
 
 
 @pytest.mark.once
+@pytest.mark.usefixtures("own_remote_code")
 def test_models_of_saved_code(small, inputs, tmp_path):
-    from transformers import AutoModelForCausalLM
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     model = small("moda_qwen3")
-    model.save_pretrained(tmp_path)
-    head = get_class_from_dynamic_module("modeling_moda.MoDAQwen3ForCausalLM", str(tmp_path))
-    loaded = head.from_pretrained(tmp_path)
-    assert type(loaded) is not type(model) and AutoModelForCausalLM
+    model.save_pretrained(tmp_path / "saved")
+    head = get_class_from_dynamic_module("modeling_moda.MoDAQwen3ForCausalLM", str(tmp_path / "saved"))
+    loaded = head.from_pretrained(tmp_path / "saved")
+    assert type(loaded) is not type(model)
     assert_equal(ablate(loaded, inputs, "tokens").logits, ablate(model, inputs, "tokens").logits)
 
 
