@@ -90,15 +90,15 @@ def append_row(path: Path, row) -> None:
 
 def append_details(path: Path, run: Run, outcome: Outcome) -> None:
     """Adds the curve and the depth weights as a line of JSON."""
+    details = {"key": run.key, "label": run.label, "curve": outcome.curve, "depth_weights": outcome.depth_weights}
+    append_json(path, details)
+
+
+def append_json(path: Path, details: dict) -> None:
+    """Adds a line of JSON, with numbers of five digits behind the point."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    details = {
-        "key": run.key,
-        "label": run.label,
-        "curve": [[round(value, 5) for value in point] for point in outcome.curve],
-        "depth_weights": _rounded(outcome.depth_weights),
-    }
     with open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps(details) + "\n")
+        file.write(json.dumps(_rounded(details)) + "\n")
 
 
 def _rounded(values):

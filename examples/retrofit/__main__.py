@@ -7,7 +7,6 @@ ends; what is there is not repeated, so that a run which was stopped can be star
 """
 
 import argparse
-import json
 import multiprocessing
 import statistics
 import time
@@ -20,7 +19,7 @@ import torch
 
 from benchmarks.harness import environment
 from benchmarks.study.corpus import build_corpus, python_roots
-from benchmarks.study.records import append_row, read_rows
+from benchmarks.study.records import append_json, append_row, read_rows
 from benchmarks.study.systems import SHAPES
 from benchmarks.study.training import Recipe, Run
 
@@ -94,8 +93,7 @@ class Experiment:
         values = told["values"] | {"workers": self.arguments.workers, "corpus": self.checksum} | environment()
         row = Row(**{each.name: values[each.name] for each in fields(Row)})
         append_row(self.rows_file, row)
-        with open(self.details_file, "a", encoding="utf-8") as file:
-            file.write(json.dumps(told["details"]) + "\n")
+        append_json(self.details_file, told["details"])
         print(f"{row.key}: {row.loss_at_start:.4f} -> {row.loss:.4f}, {row.seconds:.0f} s", flush=True)
 
     def run(self) -> None:

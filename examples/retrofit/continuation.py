@@ -117,7 +117,8 @@ class Continuation(Trainer):
         self.trial, self.base, self.pretraining = trial, base, pretraining
         self.gates: list[dict[str, float]] = []
         super().__init__(run, corpus, device, execution)
-        self.start = {name: self.parameter(name).detach().clone() for name in self.mixing_names()}
+        names = mixing_parameters(self.model)
+        self.start = {name: self.model.get_parameter(name).detach().clone() for name in names}
         self.loss_at_start, _ = self.held_out_loss()
 
     def build_model(self) -> nn.Module:
@@ -157,12 +158,6 @@ class Continuation(Trainer):
             )
         return unread[data_order(self.run.seed + 1, len(unread), count)]
 
-    def mixing_names(self) -> list[str]:
-        return sorted(mixing_parameters(self.model))
-
-    def parameter(self, name: str) -> nn.Parameter:
-        return self.model.get_parameter(name)
-
     def add_curve_point(self) -> None:
         super().add_curve_point()
         if gates := gate_summary(self.model):
@@ -174,7 +169,7 @@ class Continuation(Trainer):
     @torch.no_grad()
     def mixing_moved(self) -> float | None:
         """Root mean square of how far the mixing parameters are from where they started."""
-        squares = [(self.parameter(name) - start).square().flatten() for name, start in self.start.items()]
+        squares = [(self.model.get_parameter(name) - start).square().flatten() for name, start in self.start.items()]
         return torch.cat(squares).mean().sqrt().item() if squares else None
 
     def ablated_loss(self, change: str) -> float:
