@@ -99,12 +99,12 @@ class Study:
                 print(f"FAILED {self.failed[-1]}", flush=True)
 
     def job(self, run: Run, execution: str) -> str:
-        checkpoints = self.arguments.checkpoints
+        kept = {name: getattr(self.arguments, name) for name in ("checkpoints", "models")}
         return json.dumps(
             {
                 "run": asdict(run),
                 "corpus": str(self.corpus),
-                "checkpoints": None if checkpoints is None else str(checkpoints),
+                **{name: None if folder is None else str(folder) for name, folder in kept.items()},
                 "device": self.arguments.device,
                 "execution": execution,
                 "deadline": self.deadline,
@@ -203,6 +203,7 @@ def main(argv: list[str] | None = None) -> None:
         "--results", type=Path, default=COMMITTED, help="folder with CSV files of runs that are finished already"
     )
     parser.add_argument("--checkpoints", type=Path, help="folder to continue runs from that had to stop")
+    parser.add_argument("--models", type=Path, help="folder for the trained models, in bf16, each with its tokenizer")
     parser.add_argument("--cache", type=Path, default=Path("study_cache"), help="folder for the tokenised corpus")
     parser.add_argument("--source", type=Path, nargs="+", help="folders of packages to read instead of this Python's")
     parser.add_argument("--execution", choices=("auto", *EXECUTIONS), default="auto")
@@ -227,7 +228,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     if arguments.plan is None:
         parser.error("one of --plan, --list, --summary and --plots is needed.")
-    for name in ("out", "checkpoints", "cache"):
+    for name in ("out", "checkpoints", "models", "cache"):
         if (path := getattr(arguments, name)) is not None:
             setattr(arguments, name, path.resolve())
     # some seconds to end everything in

@@ -196,6 +196,15 @@ def budgets(rows: list[Row], shape: str = "5m") -> list[Run]:
     ]
 
 
+def models(rows: list[Row]) -> list[Run]:
+    """A seed that no comparison uses, so that these runs are trained even where all comparisons are finished."""
+    recipe = COMPUTE_OPTIMAL["5m"]
+    return [
+        Run(system, "5m", replace(recipe, rate=chosen_rate(rows, system, "5m", recipe)), seed=len(SEEDS))
+        for system in (*PAIR, "AttnRes block")
+    ]
+
+
 def depths(rows: list[Row]) -> list[Run]:
     recipe = COMPUTE_OPTIMAL["10m"]
     return [
@@ -253,6 +262,7 @@ PLANS = {
         step_times, "milliseconds of a step of each system alone, for the comparison at equal time (one worker)"
     ),
     **_both("5m", COMPUTE_OPTIMAL["5m"], "5m"),
+    "models": Plan(models, "nothing new: the pair and Attention Residuals once more, to keep them with `--models`"),
     "budgets": Plan(budgets, "how much longer the vanilla decoder must train to be as good: its loss by tokens"),
     **_both("76m", HEAD_START, "head_start"),
     **_both("76m", replace(HEAD_START, tokens=150_000_000), "head_start_150m"),

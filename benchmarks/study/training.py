@@ -21,8 +21,9 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from .corpus import Corpus
+from .corpus import END_OF_TEXT, Corpus
 from .systems import SYSTEMS, Initialisation, build
 
 
@@ -375,6 +376,18 @@ class Trainer:
         partial = path.with_suffix(f".partial.{os.getpid()}")
         torch.save(self.state(), partial)
         partial.replace(path)
+
+    def save_model(self, folder: Path, tokenizer: Path) -> None:
+        """
+        The model in bf16, whose mixing parameters stay fp32, and the tokenizer of its corpus. Ends the training.
+
+        Raises:
+            `ValueError`: for a control of the study's own, which no library could load.
+        """
+        if not isinstance(self.model, PreTrainedModel):
+            raise ValueError(f"--models: {self.run.label} is a {type(self.model).__name__}, which cannot be saved.")
+        self.model.to(torch.bfloat16).save_pretrained(folder)
+        PreTrainedTokenizerFast(tokenizer_file=str(tokenizer), eos_token=END_OF_TEXT).save_pretrained(folder)
 
     def train(
         self,

@@ -21,9 +21,15 @@ from .training import Outcome, Paused, Run, Trainer
 
 
 def train_run(
-    run: Run, corpus_folder: Path, device: str, execution: str, deadline: float | None, checkpoints: Path | None
+    run: Run,
+    corpus_folder: Path,
+    device: str,
+    execution: str,
+    deadline: float | None,
+    checkpoints: Path | None,
+    models: Path | None,
 ) -> Outcome:
-    """One run from its start, or from its checkpoint, to its outcome."""
+    """One run from its start, or from its checkpoint, to its outcome; its model is saved into a folder of `models`."""
     began = time.monotonic()
 
     def report(message: str) -> None:
@@ -31,7 +37,10 @@ def train_run(
 
     trainer = Trainer(run, load_corpus(corpus_folder), device, execution)
     checkpoint = None if checkpoints is None else checkpoints / f"{run.key}.pt"
-    return trainer.train(deadline=deadline, checkpoint=checkpoint, report=report)
+    outcome = trainer.train(deadline=deadline, checkpoint=checkpoint, report=report)
+    if models is not None:
+        trainer.save_model(models / run.key, corpus_folder / "tokenizer.json")
+    return outcome
 
 
 def release() -> None:
@@ -43,9 +52,9 @@ def release() -> None:
 def answer(job: dict) -> dict:
     """The outcome, or why there is none, as what JSON can say."""
     run = Run.from_dict(job["run"])
-    places = [None if job[name] is None else Path(job[name]) for name in ("corpus", "checkpoints")]
+    places = [None if job[name] is None else Path(job[name]) for name in ("corpus", "checkpoints", "models")]
     try:
-        outcome = train_run(run, places[0], job["device"], job["execution"], job["deadline"], places[1])
+        outcome = train_run(run, places[0], job["device"], job["execution"], job["deadline"], *places[1:])
         return {"outcome": asdict(outcome)}
     except Paused as paused:
         return {"paused": str(paused)}

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM  # noqa: F401
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM  # noqa: F401
 
 
 ROOT = Path(__file__).parents[2]
@@ -555,6 +555,7 @@ def test_the_worker_takes_what_the_command_sends(study, corpus, tmp_path):
         "run": asdict(run),
         "corpus": str(Path(corpus.train.filename).parent),
         "checkpoints": None,
+        "models": str(tmp_path / "models"),
         "device": "cpu",
         "execution": "eager",
         "deadline": 0.0,
@@ -562,3 +563,12 @@ def test_the_worker_takes_what_the_command_sends(study, corpus, tmp_path):
     assert "nothing is kept" in study.worker.answer(job)["paused"]
     assert "execution='compiled'" in study.worker.answer(job | {"execution": "compiled"})["failed"]
     assert study.worker.answer(job | {"deadline": None})["outcome"]["steps"] == 12
+    folder = tmp_path / "models" / run.key
+    saved = AutoModelForCausalLM.from_pretrained(folder)
+    assert saved.config.model_type == "depth_qwen3" and saved.dtype is torch.bfloat16
+    assert len(AutoTokenizer.from_pretrained(folder)) == run.vocab_size == saved.config.vocab_size
+    static = tiny_run(study, "Depth-Attention static")
+    assert (
+        "StaticRouting, which cannot be saved"
+        in study.worker.answer(job | {"run": asdict(static), "deadline": None})["failed"]
+    )
