@@ -1,7 +1,8 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """
 Triton kernels of Mixture-of-Depths Attention: the depth slots merged into an attention over the sequence, the backward
-of that, and, for a few new tokens of a long sequence, both attentions at once.
+of that, what a gate changes for the backward of the sequence, and, for a few new tokens of a long sequence, both
+attentions at once.
 
 A program of the first two works on rows, one for each token and key-value head, heads first, so that neighbouring
 programs read whole slots of a token together. It holds the query heads of a row's group and runs over the slots, which
@@ -76,6 +77,15 @@ def _load_heads(tensor, place, member_G, GROUP: tl.constexpr, HEAD_DIM: tl.const
 
 
 @triton.jit
+def _load_gate(gate, place, member_G, GROUP: tl.constexpr):
+    """How much these query heads of the rows take of the attention with slots, `[R, G]`."""
+    _, _, head_R, valid_R = place
+    head_RG = (head_R[:, None] * GROUP + member_G[None, :]).to(tl.int64)
+    exists_RG = valid_R[:, None] & (member_G < GROUP)[None, :]
+    return tl.load(gate[0] + head_RG * gate[1], mask=exists_RG, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _slots(tensor, place, slot_N, slots, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
     """Addresses and mask of these slots of the rows in a tensor `[N, B, T, K, D]`."""
     batch, token_R, head_R, valid_R = place
@@ -94,6 +104,8 @@ def depth_merge_fwd_kernel(
     log_sum_exp,
     merged,
     merged_log_sum_exp,
+    gate,
+    joint,
     tokens,
     slots,
     scaling,
@@ -106,6 +118,7 @@ def depth_merge_fwd_kernel(
     BLOCK_DIM: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    """With a gate, `merged` is the blend of `output` and of what has the slots merged in, which goes into `joint`."""
     place = _place(tokens, KV_HEADS, BLOCK_ROWS)
     for chunk in range((GROUP + BLOCK_GROUP - 1) // BLOCK_GROUP):
         member_G = chunk * BLOCK_GROUP + tl.arange(0, BLOCK_GROUP)
@@ -133,6 +146,15 @@ def depth_merge_fwd_kernel(
         mix_RGD /= total_RG[:, :, None]
         address_RG, exists_RG = _heads(merged_log_sum_exp, place, member_G, GROUP)
         tl.store(address_RG, (highest_RG + tl.log2(total_RG)) / LOG2_E, mask=exists_RG)
+        if joint is not None:
+            address_RG, exists_RG = _heads(joint, place, member_G, GROUP)
+            address, mask = _columns(address_RG, exists_RG, joint[4], HEAD_DIM, BLOCK_DIM)
+            tl.store(address, mix_RGD, mask=mask)
+        if gate is not None:
+            # It is read again, so that the loop over the slots has the registers.
+            sequence_RGD = _load_heads(output, place, member_G, GROUP, HEAD_DIM, BLOCK_DIM).to(tl.float32)
+            share_RG1 = _load_gate(gate, place, member_G, GROUP)[:, :, None]
+            mix_RGD = (1.0 - share_RG1) * sequence_RGD + share_RG1 * mix_RGD
         address_RG, exists_RG = _heads(merged, place, member_G, GROUP)
         address, mask = _columns(address_RG, exists_RG, merged[4], HEAD_DIM, BLOCK_DIM)
         tl.store(address, mix_RGD, mask=mask)
@@ -154,6 +176,7 @@ def depth_merge_bwd_kernel(
     values,
     output,
     log_sum_exp,
+    gate,
     query_grad,
     key_grads,
     value_grads,
@@ -176,6 +199,9 @@ def depth_merge_bwd_kernel(
     for chunk in range((GROUP + BLOCK_GROUP - 1) // BLOCK_GROUP):
         member_G = chunk * BLOCK_GROUP + tl.arange(0, BLOCK_GROUP)
         grad_RGD = _load_heads(output_grad, place, member_G, GROUP, HEAD_DIM, BLOCK_DIM)
+        if gate is not None:
+            share_RG = _load_gate(gate, place, member_G, GROUP)
+            grad_RGD = (grad_RGD.to(tl.float32) * share_RG[:, :, None]).to(grad_RGD.dtype)
         output_RGD = _load_heads(output, place, member_G, GROUP, HEAD_DIM, BLOCK_DIM)
         delta_RG = tl.sum(grad_RGD.to(tl.float32) * output_RGD.to(tl.float32), 2)
         query_RGD = _load_heads(query, place, member_G, GROUP, HEAD_DIM, BLOCK_DIM)
@@ -243,6 +269,61 @@ def _load_rows(address_X, mask_X, stride, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.
     column_D = tl.arange(0, BLOCK_DIM)
     mask = mask_X[:, None] & (column_D < HEAD_DIM)[None, :]
     return tl.load(address_X[:, None] + column_D.to(tl.int64)[None, :] * stride, mask=mask, other=0.0)
+
+
+@triton.jit(do_not_specialize=["rows", "tokens"])
+def gate_bwd_kernel(
+    output_grad,
+    gate,
+    sequence,
+    sequence_log_sum_exp,
+    joint,
+    joint_log_sum_exp,
+    grad,
+    output,
+    log_sum_exp,
+    gate_grads,
+    rows,
+    tokens,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    """
+    Does what `ungated` says, for one head of some tokens; of the gate's gradient, `[H, programs]`, each program stores
+    its part.
+    """
+    head = tl.program_id(0).to(tl.int64)
+    row_R = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    exists_R = row_R < rows
+    batch_R = (row_R // tokens).to(tl.int64)
+    token_R = (row_R % tokens).to(tl.int64)
+    share = tl.load(gate[0] + head * gate[1]).to(tl.float32)
+    address_R = sequence_log_sum_exp[0] + batch_R * sequence_log_sum_exp[1] + head * sequence_log_sum_exp[2]
+    own_R = tl.load(address_R + token_R * sequence_log_sum_exp[3], mask=exists_R, other=0.0)
+    address_R = joint_log_sum_exp[0] + batch_R * joint_log_sum_exp[1] + head * joint_log_sum_exp[2]
+    all_R = tl.load(address_R + token_R * joint_log_sum_exp[3], mask=exists_R, other=0.0)
+    kept_R = share * tl.exp(own_R - all_R)
+    weight_R = (1.0 - share) + kept_R
+    size_R = tl.maximum(tl.abs(weight_R), 1e-12)
+    sign_R = tl.where(weight_R < 0.0, -1.0, 1.0)
+    part_R1 = (kept_R / (sign_R * size_R))[:, None]
+    address_R = output_grad[0] + batch_R * output_grad[1] + head * output_grad[2] + token_R * output_grad[3]
+    grad_RD = _load_rows(address_R, exists_R, output_grad[4], HEAD_DIM, BLOCK_DIM).to(tl.float32)
+    address_R = sequence[0] + batch_R * sequence[1] + head * sequence[2] + token_R * sequence[3]
+    sequence_RD = _load_rows(address_R, exists_R, sequence[4], HEAD_DIM, BLOCK_DIM).to(tl.float32)
+    address_R = joint[0] + batch_R * joint[1] + head * joint[2] + token_R * joint[3]
+    joint_RD = _load_rows(address_R, exists_R, joint[4], HEAD_DIM, BLOCK_DIM).to(tl.float32)
+    # What is written has the order `[B, T, H, D]`.
+    heads = tl.num_programs(0)
+    column_D = tl.arange(0, BLOCK_DIM)
+    place_RD = ((row_R.to(tl.int64) * heads + head) * HEAD_DIM)[:, None] + column_D[None, :]
+    stored_RD = exists_R[:, None] & (column_D < HEAD_DIM)[None, :]
+    tl.store(grad + place_RD, sign_R[:, None] * grad_RD, mask=stored_RD)
+    tl.store(output + place_RD, (1.0 - part_R1) * sequence_RD + part_R1 * joint_RD, mask=stored_RD)
+    tl.store(log_sum_exp + (batch_R * heads + head) * tokens + token_R, own_R - tl.log(size_R), mask=exists_R)
+    total = tl.sum(tl.sum(grad_RD * (joint_RD - sequence_RD), 1), 0)
+    tl.store(gate_grads + head * tl.num_programs(1) + tl.program_id(1), total)
 
 
 @triton.jit(do_not_specialize=["tokens", "length", "slots", "columns"])

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .depth_launch import new_heads_like, new_like
 from .depth_precision import accumulation_dtype, without_autocast
-from .moda_attention_triton import decode_forward, depth_merge_backward, depth_merge_forward
+from .moda_attention_triton import decode_forward, depth_merge_backward, depth_merge_forward, ungated
 from .moda_sequence_attention import in_token_order, sequence_attention_backward, sequence_attention_forward
 from .typed_operations import DifferentiableOperation, Operation
 
@@ -53,20 +53,9 @@ def moda_attention_forward(
             return [in_token_order(output), log_sum_exp.contiguous()]
         merge = depth_merge_forward if implementation == "triton" else _depth_merge_forward
         slots = (query if depth_query is None else depth_query, keys, values)
-        if gate is None:
-            return merge(*slots, output, log_sum_exp, scaling)
-        # the merged output may take the place of the other
-        kept = output.clone()
-        joint, joint_log_sum_exp = merge(*slots, output, log_sum_exp, scaling)
-        blended = in_token_order(_blend(gate, kept, joint).to(query.dtype))
-        parts = [in_token_order(kept), log_sum_exp.contiguous(), joint] if training else []
+        blended, joint_log_sum_exp, *joint = merge(*slots, output, log_sum_exp, gate, scaling, training)
+        parts = [in_token_order(output), log_sum_exp.contiguous(), *joint] if joint else []
         return [blended, joint_log_sum_exp, *parts]
-
-
-def _blend(gate: Tensor, sequence: Tensor, joint: Tensor) -> Tensor:
-    """The attention without slots and with them, `[B, H, T, D]`, for gates of 0 and 1 to the last bit."""
-    share_H11 = gate.to(accumulation_dtype(sequence))[:, None, None]
-    return (1 - share_H11) * sequence + share_H11 * joint
 
 
 def moda_attention_backward(
@@ -124,12 +113,11 @@ def joint_backward(
     gate_grads: list[Tensor] = []
     if gate is not None:
         sequence, sequence_lse, output = parts
-        sequence_grad, sequence, sequence_lse, gate_grad = _ungated(
+        without_gate = ungated if implementation == "triton" else _ungated
+        sequence_grad, sequence, sequence_lse, gate_grad = without_gate(
             output_grad, gate, sequence, sequence_lse, output, log_sum_exp
         )
         gate_grads.append(gate_grad)
-        share_H11 = gate.to(gate_grad.dtype)[:, None, None]
-        output_grad = in_token_order((output_grad * share_H11).to(output_grad.dtype))
     with without_autocast(query):
         query_grad, key_grad, value_grad = map(
             in_token_order,
@@ -150,6 +138,7 @@ def joint_backward(
                 values,
                 output,
                 log_sum_exp,
+                gate,
                 scaling,
                 grads[-1] if depth_query is not None else query_grad,
                 depth_query is None,
@@ -164,8 +153,7 @@ def _ungated(
     output_grad: Tensor, gate: Tensor, sequence: Tensor, sequence_lse: Tensor, joint: Tensor, joint_lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """
-    With which gradient, output and log-sum-exp the backward of the attention over the sequence gives the gradients of
-    its part of a blend, and the gradient of the gate, `[H]`.
+    Does what `ungated` does, without Triton.
 
     The sequence has the weight (1 - g) + g e^(l - l_joint) of its own softmax. Where a gate above one makes that
     negative, its sign goes to the gradient, since a log-sum-exp has none.
@@ -186,7 +174,14 @@ def _ungated(
 
 
 def _depth_merge_forward(
-    query: Tensor, keys: Tensor, values: Tensor, output: Tensor, log_sum_exp: Tensor, scaling: float
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    output: Tensor,
+    log_sum_exp: Tensor,
+    gate: Tensor | None,
+    scaling: float,
+    training: bool,
 ) -> list[Tensor]:
     """Does what `depth_merge_forward` does, without Triton."""
     scores_BHTN = _depth_scores(query, keys, scaling)
@@ -195,8 +190,14 @@ def _depth_merge_forward(
     weights_BKGTN = (scores_BHTN - merged_BHT.unsqueeze(-1)).exp().unflatten(1, (keys.shape[3], -1))
     depth_BKGTD = torch.einsum("bkgtn,nbtkd->bkgtd", weights_BKGTN, values.to(weights_BKGTN.dtype))
     sequence_BHT1 = (log_sum_exp - merged_BHT).exp().unsqueeze(-1)
-    merged = depth_BKGTD.flatten(1, 2) + sequence_BHT1 * output
-    return [in_token_order(merged.to(query.dtype)), merged_BHT.contiguous()]
+    joint = depth_BKGTD.flatten(1, 2) + sequence_BHT1 * output
+    if gate is None:
+        return [in_token_order(joint.to(query.dtype)), merged_BHT.contiguous()]
+    # Gates of 0 and 1 give the one or the other to the last bit.
+    share_H11 = gate.to(joint.dtype)[:, None, None]
+    blended = (1 - share_H11) * output + share_H11 * joint
+    outputs = [in_token_order(blended.to(query.dtype)), merged_BHT.contiguous()]
+    return [*outputs, in_token_order(joint.to(query.dtype))] if training else outputs
 
 
 def _depth_merge_backward(
@@ -206,6 +207,7 @@ def _depth_merge_backward(
     values: Tensor,
     output: Tensor,
     log_sum_exp: Tensor,
+    gate: Tensor | None,
     scaling: float,
     query_grad: Tensor,
     accumulate: bool,
@@ -218,6 +220,8 @@ def _depth_merge_backward(
     query_BKGTD, grad_BKGTD, output_BKGTD = (
         x.to(dtype).unflatten(1, (kv_heads, -1)) for x in (query, output_grad, output)
     )
+    if gate is not None:
+        grad_BKGTD = grad_BKGTD * gate.to(dtype).view(kv_heads, -1, 1, 1)
     weights_BHTN = (_depth_scores(query, keys, scaling) - log_sum_exp.unsqueeze(-1)).exp()
     weights_BKGTN = weights_BHTN.unflatten(1, (kv_heads, -1))
     products_BKGTN = torch.einsum("bkgtd,nbtkd->bkgtn", grad_BKGTD, values.to(dtype))

@@ -5,13 +5,23 @@ import torch
 from torch import Tensor
 
 from .depth_dispatch import triton, triton_obstacle
-from .depth_launch import device_of, divide_up, matrix_block, multiprocessors, new_heads_like, strided
+from .depth_launch import (
+    device_of,
+    divide_up,
+    matrix_block,
+    multiprocessors,
+    new_heads_like,
+    new_like,
+    power_of_2_from,
+    strided,
+)
 
 
 if triton is not None:
     from .moda_attention_jit import (
         depth_merge_bwd_kernel,
         depth_merge_fwd_kernel,
+        gate_bwd_kernel,
         moda_decode_kernel,
         moda_decode_merge_kernel,
     )
@@ -122,25 +132,64 @@ def _mask_argument(mask: Tensor | None) -> tuple | None:
 
 
 def depth_merge_forward(
-    query: Tensor, keys: Tensor, values: Tensor, output: Tensor, log_sum_exp: Tensor, scaling: float
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    output: Tensor,
+    log_sum_exp: Tensor,
+    gate: Tensor | None,
+    scaling: float,
+    training: bool,
 ) -> list[Tensor]:
     """
     The output `[B, H, T, D]` and log-sum-exp `[B, H, T]` of an attention, with the slots `[N, B, T, K, D]` merged into
-    it. Where its layout allows, the result takes the place of `output`.
+    it. With a gate `[H]` the first is a blend of both outputs, and the joint one comes third if `training`, whose
+    backward takes `output` too. Otherwise the result takes the place of `output` where its layout allows.
     """
-    merged = output if output.transpose(1, 2).is_contiguous() else new_heads_like(output)
+    joint = new_heads_like(output) if gate is not None and training else None
+    in_place = joint is None and output.transpose(1, 2).is_contiguous()
+    merged = output if in_place else new_heads_like(output)
     merged_log_sum_exp = torch.empty_like(log_sum_exp, memory_format=torch.contiguous_format)
     programs, constants = _launch("fwd", query, keys)
     if programs:
         with device_of(query):
             depth_merge_fwd_kernel[(programs,)](
                 *map(strided, (query, keys, values, output, log_sum_exp, merged, merged_log_sum_exp)),
+                *map(strided, (gate, joint)),
                 query.shape[2],
                 keys.shape[0],
                 scaling,
                 **constants,
             )
-    return [merged, merged_log_sum_exp]
+    return [merged, merged_log_sum_exp] if joint is None else [merged, merged_log_sum_exp, joint]
+
+
+def ungated(
+    output_grad: Tensor, gate: Tensor, sequence: Tensor, sequence_lse: Tensor, joint: Tensor, joint_lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """
+    With which gradient, output and log-sum-exp the backward of the attention over the sequence gives the gradients of
+    its part of a blend, and the gradient of the gate, `[H]`.
+    """
+    batch, heads, tokens, head_dim = sequence.shape
+    grad, output = new_heads_like(sequence), new_heads_like(sequence)
+    log_sum_exp = new_like(sequence_lse)
+    rows, block_dim = batch * tokens, power_of_2_from(head_dim)
+    block_rows = max(1, 4096 // block_dim)
+    programs = divide_up(rows, block_rows)
+    gate_grads = gate.new_empty((heads, programs), dtype=torch.float32)
+    if programs:
+        with device_of(sequence):
+            gate_bwd_kernel[(heads, programs)](
+                *map(strided, (output_grad, gate, sequence, sequence_lse, joint, joint_lse)),
+                *(grad, output, log_sum_exp, gate_grads),
+                *(rows, tokens),
+                HEAD_DIM=head_dim,
+                BLOCK_ROWS=block_rows,
+                BLOCK_DIM=block_dim,
+                num_warps=4,
+            )
+    return grad, output, log_sum_exp, gate_grads.sum(-1)
 
 
 def depth_merge_backward(
@@ -150,6 +199,7 @@ def depth_merge_backward(
     values: Tensor,
     output: Tensor,
     log_sum_exp: Tensor,
+    gate: Tensor | None,
     scaling: float,
     query_grad: Tensor,
     accumulate: bool,
@@ -158,14 +208,15 @@ def depth_merge_backward(
     fresh: int,
 ) -> None:
     """
-    From the merged output and log-sum-exp: writes the query's gradient, or adds to it if `accumulate`, and those of
-    the slots, storing into the first `fresh` of `key_grads` and `value_grads` and adding to the others.
+    From the joint output and log-sum-exp: writes the query's gradient, or adds to it if `accumulate`, and those of
+    the slots, storing into the first `fresh` of `key_grads` and `value_grads` and adding to the others. With a gate
+    `[H]`, `output_grad` is the gradient of the blend.
     """
     programs, constants = _launch("bwd", query, keys)
     if programs:
         with device_of(query):
             depth_merge_bwd_kernel[(programs,)](
-                *map(strided, (output_grad, query, keys, values, output, log_sum_exp)),
+                *map(strided, (output_grad, query, keys, values, output, log_sum_exp, gate)),
                 *map(strided, (query_grad, key_grads, value_grads)),
                 query.shape[2],
                 keys.shape[0],

@@ -50,22 +50,11 @@ def launches():
                 new(48, 1, 256, kv_heads, head_dim, dtype=dtype),
                 new(1, heads, 256, dtype=torch.float32),
             )
-            k.depth_merge_forward(query, slots, slots, query, log_sum_exp, 0.1)
-            backward = (
-                query,
-                query,
-                slots,
-                slots,
-                query,
-                log_sum_exp,
-                0.1,
-                query,
-                True,
-                slots,
-                slots,
-                0 if add else 48,
-            )
-            k.depth_merge_backward(*backward)
+            for gate in (None, new(heads, dtype=torch.float32)):
+                k.depth_merge_forward(query, slots, slots, query, log_sum_exp, gate, 0.1, True)
+                grads = (query, True, slots, slots, 0 if add else 48)
+                k.depth_merge_backward(query, query, slots, slots, query, log_sum_exp, gate, 0.1, *grads)
+            k.ungated(query, gate, query, log_sum_exp, query, log_sum_exp)
         for head_dim, heads, kv_heads, dtype, mask_dtype in DECODED:
             query = new(2, 1, heads, head_dim, dtype=dtype).transpose(1, 2)
             key, slots = new(2, kv_heads, 4096, head_dim, dtype=dtype), new(48, 2, 1, kv_heads, head_dim, dtype=dtype)
