@@ -1,12 +1,13 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """Depth-Attention on a CUDA device: attention backends, caches, autocast, compilation, placement."""
 
+import inspect
 import itertools
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import StaticCache
+from transformers import Cache, StaticCache
 
 from depthmix import DepthQwen3ForCausalLM
 
@@ -132,6 +133,8 @@ def test_flex_attention_with_left_padding(model, ids):
 @torch.no_grad()
 @pytest.mark.parametrize("cache", ["dynamic", "static", "offloaded"])
 def test_generate_with_each_cache(model, ids, cache):
+    if cache == "offloaded" and "self.prefetch_stream.wait_stream" not in inspect.getsource(Cache.update):
+        pytest.skip("this version of transformers reads prefetched layers before they have been copied")
     mask = torch.ones_like(ids)
     mask[0, :7] = 0
     options = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None, "attention_mask": mask}
