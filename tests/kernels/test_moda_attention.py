@@ -483,6 +483,7 @@ def test_any_backward_follows_any_forward(forward, backward, tokens, length, mas
         draw(2, h, t, 8, seed=i) for i, (h, t) in enumerate([(4, tokens), *[(2, length)] * 2, (4, tokens)])
     )
     mask = random_mask(2, 1, 3, 8)[:, :, :tokens, :length] if masked and tokens != 5 else None
+    query, key, value, grad, mask = (x if x is None else x.cpu() for x in (query, key, value, grad, mask))
     results = []
     for backends in ((forward, backward), ("math", "math")):
         arguments = (mask, 0.3, True)
@@ -865,7 +866,7 @@ class TestGate:
     @pytest.mark.parametrize("mask", [None, random_mask()], ids=["causal", "masked"])
     @pytest.mark.parametrize("impl", ["reference", "auto"])
     def test_is_the_blend_in_float64(self, impl, mask):
-        tensors = self.gated(dtype=torch.float64) | {"gate": torch.tensor(self.GATES).double()}
+        tensors = self.gated(dtype=torch.float64) | {"gate": torch.tensor(self.GATES, device=DEVICE).double()}
         expected = run(tensors, "reference", call=self.blended, attention_mask=mask)
         assert_close_to(run(tensors, impl, attention_mask=mask), expected, 1e-12)
 
