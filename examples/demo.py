@@ -33,11 +33,17 @@ from depthmix.conversion import convert
 
 EXAMPLES = Path(__file__).resolve().parent
 VANILLA = EXAMPLES / "tiny_qwen3_python"
+# trained from scratch alike, on text that this package is not a part of
+TWINS = {
+    "vanilla": EXAMPLES / "trained_pair" / "vanilla",
+    "Depth-Attention": EXAMPLES / "trained_pair" / "depth_attention",
+}
 # Python source that every installation has and that the checkpoint was not trained on
 FINE_TUNING_TEXT = Path(torch.distributed.__file__).parent
 MARKER = ".depthmix_demo"
 BLOCK_SIZE = 256
 MEASURED_BLOCKS = 128
+TWINS_BLOCK_SIZE, TWINS_BLOCKS = 512, 32
 PROMPT = "def read_file(path"
 NEW_TOKENS = 60
 
@@ -128,6 +134,16 @@ def load_without_depthmix(folder: Path) -> dict[str, torch.Tensor]:
         return load_file(result)
 
 
+def compare_twins() -> None:
+    """The losses of two models that were trained from scratch alike, one of them with mixing."""
+    own_source = [path.read_text(encoding="utf-8") for path in sorted(Path(depthmix.__file__).parent.glob("*.py"))]
+    for name, folder in TWINS.items():
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        blocks = pack(own_source, tokenizer, TWINS_BLOCK_SIZE).spread(TWINS_BLOCKS)
+        print(f"{name:<16} {model.num_parameters():,} parameters, {mean_loss(model, blocks):.3f} nats per token")
+
+
 def main() -> None:
     args = parse_args()
     logging.set_verbosity_error()
@@ -135,6 +151,9 @@ def main() -> None:
     set_seed(args.seed)
     output = empty_folder(args.output)
     converted, fine_tuned = output / "converted", output / "fine_tuned"
+
+    heading("What mixing is for: two models trained from scratch alike, on text that neither has seen")
+    compare_twins()
 
     heading("A vanilla Qwen3 checkpoint, trained on the source of Python's standard library")
     tokenizer = AutoTokenizer.from_pretrained(VANILLA)
