@@ -25,6 +25,9 @@ LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)(#[^)\s]*)?(?=\))")
 REFERENCE = {
     "Training": (
         "depthmix.optimizer.optimizer_groups",
+        "depthmix.pipeline.pipeline_stages",
+        "depthmix.pipeline.next_token_loss",
+        "depthmix.pipeline.Plan",
         "depthmix.liger.apply_liger_kernel",
         "depthmix.callbacks.GateWarmup",
         "depthmix.callbacks.MixingLogger",

@@ -101,6 +101,13 @@ class Ledger:
         """The final state `[B, T, hidden]`, after the final norm, and the depth weights that are not recorded."""
         return apply_norm(self.model.norm, self.hidden_states, self.model.depth_impl), None
 
+    def give(self, item: int) -> tuple[torch.Tensor, ...]:
+        """An item that layers hand each other, as tensors `[B, T, ..]`; `handed_on` of the model has their numbers."""
+        raise NotImplementedError
+
+    def take(self, items: Mapping[int, tuple[torch.Tensor, ...]]) -> None:
+        """What earlier layers have handed on, as `give` gives it, where they ran elsewhere."""
+
     def expect(self, step: int, outputs: tuple[torch.Tensor, ...], count: int) -> tuple[torch.Tensor, ...]:
         """The outputs, if they are as many as this layer has to return, and not from a layer that was skipped."""
         if len(outputs) != count or (self.needs_every_layer and outputs[0] is self.hidden_states):
@@ -202,6 +209,29 @@ class DepthDecoderModel(Base):
         if position_ids is None:
             start = 0 if past_key_values is None else past_key_values.get_seq_length()
             position_ids = (torch.arange(hidden_states.shape[1], device=hidden_states.device) + start).unsqueeze(0)
+        layers = [*self.layers[: self.config.num_hidden_layers]]
+        # with fewer layers than there are, early exit leaves in the first pass
+        passes = self.num_loops if len(layers) == len(self.layers) else 1
+        if passes > 1:
+            check_looped_cache(past_key_values, passes * len(layers))
+        kwargs |= {"position_ids": position_ids, "use_cache": use_cache, HOST_CACHE_NAME: past_key_values}
+        ledger = self.open_ledger(hidden_states, kwargs)
+        self.run_layers(ledger, layers, range(passes * len(layers)), hidden_states, attention_mask, kwargs)
+        hidden_states, depth_weights = ledger.close()
+        kept: dict[str, Any] = {HOST_CACHE_NAME: past_key_values if use_cache else None}
+        return DepthModelOutputWithPast(last_hidden_state=hidden_states, depth_weights=depth_weights, **kept)
+
+    def run_layers(
+        self,
+        ledger: Ledger,
+        layers: Sequence[nn.Module],
+        steps: range,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | dict[str, torch.Tensor] | None,
+        kwargs: dict[str, Any],
+    ) -> None:
+        """Runs these steps, each of which is a layer in one of the passes, from the ledger into the ledger."""
+        position_ids = kwargs["position_ids"]
         masks = attention_mask
         # `generate` may have made them already, and later chunks of a prompt need none
         if not isinstance(masks, (dict, CausalBias)):
@@ -210,20 +240,13 @@ class DepthDecoderModel(Base):
                 inputs_embeds=hidden_states,
                 attention_mask=attention_mask,
                 position_ids=position_ids,
-                **{HOST_CACHE_NAME: past_key_values},
+                **{HOST_CACHE_NAME: kwargs[HOST_CACHE_NAME]},
             )
         positions = self.embed_positions(hidden_states, position_ids)
-
-        layers = [*self.layers[: self.config.num_hidden_layers]]
-        # with fewer layers than there are, early exit leaves in the first pass
-        passes = self.num_loops if len(layers) == len(self.layers) else 1
-        if passes > 1:
-            check_looped_cache(past_key_values, passes * len(layers))
-        kwargs |= {"position_ids": position_ids, "use_cache": use_cache, HOST_CACHE_NAME: past_key_values}
         kinds = getattr(self.config, "layer_types", None) or ()
-        ledger = self.open_ledger(hidden_states, kwargs)
-        for step, layer in enumerate(passes * layers):
+        for step in steps:
             i = step % len(layers)
+            layer = layers[i]
             if getattr(layer, "layer_idx", i) != i:
                 raise foreign_layer(i)
             if positions is not None:
@@ -233,13 +256,24 @@ class DepthDecoderModel(Base):
             mask = masks[kinds[i]] if isinstance(masks, dict) else masks
             outputs = layer(*ledger.read(step), attention_mask=mask, **kwargs)
             ledger.keep(step, outputs if isinstance(outputs, tuple) else (outputs,))
-        hidden_states, depth_weights = ledger.close()
-        kept: dict[str, Any] = {HOST_CACHE_NAME: past_key_values if use_cache else None}
-        return DepthModelOutputWithPast(last_hidden_state=hidden_states, depth_weights=depth_weights, **kept)
 
     def open_ledger(self, embeddings: torch.Tensor, kwargs: dict[str, Any]) -> Ledger:
         """The ledger of one call, from what the first layer gets and the keywords that all layers get."""
         return self.ledger_class(self, embeddings, kwargs)
+
+    def handed_on(self) -> dict[int, tuple[int, frozenset[int]]]:
+        """
+        What layers hand each other besides the hidden states: for each item, by its number, the layer from which on
+        there is one, and the layers that read it; the final norm counts as one layer more.
+
+        Raises:
+            `NotImplementedError`: if its ledger can hand nothing from one part of the layers to another.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not say what its layers hand each other.")
+
+    def item_widths(self) -> tuple[int, ...]:
+        """The tensors `[B, T, width]` that each such item consists of."""
+        raise NotImplementedError
 
     def handed_on_per_token(self) -> int:
         """How many numbers per token layers hand each other, beyond the hidden states and what the cache holds."""
@@ -293,7 +327,7 @@ def refuse_pipeline_parallelism(config: PreTrainedConfig) -> None:
     if stages is not None and stages > 1:
         raise ValueError(
             f"pp_size={stages}: pipeline parallelism is not supported with depth mixing, since a stage would need "
-            "tensors of earlier stages' layers besides the hidden states."
+            "tensors of earlier stages' layers besides the hidden states. In training, depthmix.pipeline sends them."
         )
 
 

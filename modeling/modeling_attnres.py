@@ -11,7 +11,7 @@ by the model if the parameters of these layers are at hand there. Where they are
 layer, wrapped by an adapter, about to be recomputed), each layer does the same for itself, with the same result.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, TypeGuard
 
 import torch
@@ -395,6 +395,12 @@ class AttnResLedger(Ledger):
         )
         return hidden_states, None if weights is None else (*self.depth_weights, weights)
 
+    def give(self, item: int) -> tuple[torch.Tensor, ...]:
+        return (self.sources[item],)
+
+    def take(self, items: Mapping[int, tuple[torch.Tensor, ...]]) -> None:
+        self.sources = tuple(tensor for item in sorted(items) for tensor in items[item])
+
     def mix_for_block(
         self, sources: Sequence[torch.Tensor]
     ) -> tuple[dict[int, tuple[torch.Tensor, torch.Tensor]], Sequence[torch.Tensor]]:
@@ -487,6 +493,20 @@ class AttnResDecoder(DepthDecoderModel):
         if self.is_additive:
             return AdditiveLedger(self, embeddings, kwargs)
         return super().open_ledger(embeddings, kwargs)
+
+    def handed_on(self) -> dict[int, tuple[int, frozenset[int]]]:
+        if self.is_additive:
+            raise NotImplementedError('attnres_routing="additive" also hands on the sum so far of the current block.')
+        layers, items = len(self.layers), {}
+        for item in range(self.num_sources[-1]):
+            # the first site that reads it; a block is returned by the layer before, a snapshot taken by the one after
+            site = sum(count <= item for count in self.num_sources)
+            maker = (site - 1) // 2 if self.restarts else site // 2
+            items[item] = maker, frozenset(range(maker, layers + 1))
+        return items
+
+    def item_widths(self) -> tuple[int, ...]:
+        return (self.config.hidden_size,)
 
     def handed_on_per_token(self) -> int:
         return (1 + max(self.num_sources)) * self.config.hidden_size

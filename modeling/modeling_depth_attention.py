@@ -6,7 +6,7 @@ Each layer mixes its value with the values of earlier layers at the same token, 
 slot of the ordinary KV cache. A layer needs nothing of the past but its own cache, so every kind of cache works.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -188,6 +188,14 @@ class DepthAttentionLedger(Ledger):
         if step in self.model.last_reader:
             self.keys_and_values[step] = key_and_value
 
+    def give(self, item: int) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor.transpose(1, 2).flatten(2) for tensor in self.keys_and_values[item])
+
+    def take(self, items: Mapping[int, tuple[torch.Tensor, ...]]) -> None:
+        head_dim = self.model.config.head_dim
+        for item, tensors in items.items():
+            self.keys_and_values[item] = [x.unflatten(2, (-1, head_dim)).transpose(1, 2) for x in tensors]
+
 
 class DepthAttentionStart(DepthPreTrainedModel):
     """How gates start: closed."""
@@ -218,6 +226,13 @@ class DepthAttentionDecoder(DepthDecoderModel):
         # in every pass, the layers that are a source in one
         sources = source_layers(config)
         self.returns_own = tuple(i in sources for i in range(config.num_hidden_layers)) * config.num_loops
+
+    def handed_on(self) -> dict[int, tuple[int, frozenset[int]]]:
+        reads = [*enumerate(self.depth_sources)]
+        return {item: (item, frozenset(i for i, read in reads if item in read)) for item in self.last_reader}
+
+    def item_widths(self) -> tuple[int, ...]:
+        return (self.config.num_key_value_heads * self.config.head_dim,) * 2
 
 
 MODELS = ModelClasses(

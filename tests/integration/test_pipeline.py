@@ -1,0 +1,154 @@
+# Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
+"""Pipeline parallelism over gloo: what stages send each other, and that all together train as one process does."""
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from depthmix import AttnResForCausalLM, DepthQwen3Config, DepthQwen3ForCausalLM
+from depthmix.pipeline import Plan, pipeline_stages
+
+
+WORKER = Path(__file__).with_name("pipeline_worker.py")
+SIZE = {"num_hidden_layers": 8, "tie_word_embeddings": False, "attn_implementation": "sdpa"}
+MODELS = {
+    "depth_attention": (DepthQwen3ForCausalLM, {"depth_stride": 2}),
+    "attnres": (AttnResForCausalLM, {"attnres_block_size": 4}),
+    # blocks that end within a layer
+    "attnres_odd": (AttnResForCausalLM, {"attnres_block_size": 3}),
+    "attnres_full": (AttnResForCausalLM, {"attnres_variant": "full"}),
+    "cumulative": (AttnResForCausalLM, {"attnres_variant": "cumulative", "attnres_block_size": 4}),
+    "gated": (DepthQwen3ForCausalLM, {"depth_stride": 3, "depth_gate": True}),
+}
+# model, schedule, stages, whether there is padding
+CASES = {
+    2: [
+        *itertools.product(
+            ("depth_attention", "attnres"),
+            ("Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"),
+        ),
+        ("attnres_odd", "ScheduleInterleaved1F1B"),
+        ("attnres_full", "ScheduleGPipe"),
+        ("cumulative", "ScheduleInterleaved1F1B"),
+        ("gated", "ScheduleInterleaved1F1B"),
+    ],
+    4: [(model, schedule) for model in MODELS for schedule in ("Schedule1F1B", "ScheduleInterleaved1F1B")],
+}
+
+
+@pytest.fixture
+def awake(build):
+    def awake(name: str, **fields):
+        model_class, own = MODELS[name]
+        model = build(model_class=model_class, **SIZE | own | fields)
+        with torch.no_grad():
+            for parameter_name, parameter in model.named_parameters():
+                if "depth_gate" in parameter_name:
+                    parameter.fill_(0.6)
+        return model
+
+    return awake
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_trains_as_one_process_does(ranks, awake, tmp_path):
+    cases = {}
+    for number, (name, schedule) in enumerate(CASES[ranks]):
+        if not (tmp_path / name).exists():
+            awake(name).save_pretrained(tmp_path / name)
+        stages = 2 * ranks if "Interleaved" in schedule else ranks
+        cases[f"{name} {schedule}"] = (name, schedule, stages, number % 2 == 1)
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    logs = [tmp_path / f"rank{rank}.log" for rank in range(ranks)]
+    workers = []
+    try:
+        for rank in range(ranks):
+            command = [sys.executable, WORKER, str(rank), str(ranks), tmp_path / "rendezvous", tmp_path]
+            with open(logs[rank], "w") as log:
+                workers.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT))
+        codes = [worker.wait(timeout=300) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert codes == [0] * ranks, "\n".join(log.read_text()[-3000:] for log in logs)
+    results = [json.loads((tmp_path / f"result_{rank}.json").read_text()) for rank in range(ranks)]
+    for case, (name, *_) in cases.items():
+        found = [result[case] for result in results]
+        assert all(each["gradients"] < 1e-10 and each["saved"] < 1e-12 for each in found), (case, found)
+        last = next(each for each in found if "loss" in each)
+        # the logits are those after two large steps, which magnify what rounding has left
+        assert last["loss"] < 1e-12 and last["logits"] < 1e-7, case
+        names = [parameter for each in found for parameter in each["names"]]
+        assert sorted(names) == sorted(parameter for parameter, _ in awake(name).named_parameters())
+
+
+def brute_force(plan: Plan) -> tuple[list[set[int]], int]:
+    """What each hop has to carry, by sending item after item to each rank that will read it and does not have it."""
+    hops = [set() for _ in range(plan.num_stages - 1)]
+    for item, (made, readers) in plan.items.items():
+        maker = plan.stage_of(made)
+        having = {maker % plan.num_ranks}
+        for reader in sorted({plan.stage_of(layer) for layer in readers if plan.stage_of(layer) > maker}):
+            if reader % plan.num_ranks not in having:
+                for hop in range(maker, reader):
+                    hops[hop].add(item)
+                    having.add((hop + 1) % plan.num_ranks)
+    return hops, sum(map(len, hops))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("ranks, stages", [(1, 4), (2, 2), (2, 4), (2, 8), (4, 4), (4, 8), (3, 6)])
+def test_nothing_is_sent_that_a_rank_has(name, ranks, stages, awake):
+    items = awake(name).model.handed_on()
+    plan = Plan(8, stages, ranks, items)
+    assert [layer for stage in range(stages) for layer in plan.layers(stage)] == [*range(8)]
+    hops, _ = brute_force(plan)
+    assert [set(plan.sent(stage)) for stage in range(stages)] == [*hops, set()]
+    for stage in range(stages):
+        read = {item for item in items if stage in plan.readers(item)}
+        got, taken = set(plan.received(stage)), set(plan.taken(stage))
+        assert read <= got | taken and not got & taken
+        for item in taken:
+            assert item in plan.kept(plan.first_on_rank(item, stage)) and plan.first_on_rank(item, stage) < stage
+
+
+def test_numbers_of_the_design(awake):
+    """4 stages on 2 ranks, 8 layers: blocks that a rank has had are not sent again."""
+    items = awake("attnres").model.handed_on()
+    everything = [len(Plan(8, 4, 4, items).sent(stage)) for stage in range(3)]
+    once = [len(Plan(8, 4, 2, items).sent(stage)) for stage in range(3)]
+    assert everything == [1, 2, 3] and once == [1, 1, 1]
+
+
+@pytest.fixture
+def one_process():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "fields, error",
+    [
+        ({"tie_word_embeddings": True}, "tie_word_embeddings=True: must be False"),
+        ({"num_loops": 2}, "num_loops=2: must be 1"),
+    ],
+)
+def test_what_cannot_be_split(fields, error, awake, one_process):
+    with pytest.raises(ValueError, match=error):
+        pipeline_stages(awake("depth_attention", **fields), 2, "cpu")
+
+
+def test_bad_arguments(awake, build, one_process):
+    with pytest.raises(ValueError, match="num_stages=9: must be a multiple of the 1 ranks and at most the 8 layers"):
+        pipeline_stages(awake("attnres"), 9, "cpu")
+    with pytest.raises(ValueError, match='cannot be split into stages: attnres_routing="additive"'):
+        pipeline_stages(awake("attnres", attnres_routing="additive", attnres_scale="sum"), 2, "cpu")
+    with pytest.raises(TypeError, match="must be a causal language model of depthmix, not a DepthQwen3Config"):
+        pipeline_stages(DepthQwen3Config(), 2, "cpu")
