@@ -27,6 +27,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from depthmix.configuration.configuration_moda import CONFIGURATIONS
 from depthmix.kernels.depth_dispatch import check_implementation, left_to_compiler, triton_obstacle, use_triton
+from depthmix.kernels.depth_precision import accumulation_dtype
+from depthmix.kernels.moda_attention_joint import merge_without_kernels
 from depthmix.kernels.moda_stream import DepthStream, moda_attention_over_stream
 from depthmix.kernels.norm_rotary_mix_op import norm_rotary_mix
 
@@ -45,6 +47,12 @@ from .transformers_versions import accepts_both_cache_names
 
 
 ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
+# attention functions of servers which have a plugin of ours, that hands them each query twice
+SERVER_IMPLEMENTATIONS: set[str] = set()
+# The logit of a sink, a column of value zero that the second of the two queries also sees. It has to be above the
+# log-sum-exp of the sequence: below it nearly nothing is left of what tells them apart.
+SINK = 30.0
+NO_SINK = -1e30
 
 
 def eager_moda_attention(
@@ -194,20 +202,21 @@ class MoDAAttention(DecoderAttention):
         query, rotated_key = self.turn(plain_query, heads_key, heads_value, position_embeddings)
         keys, values = self.remember(rotated_key, heads_value, past_key_values, kwargs)
 
-        if self.first_slot == self.last_slot:
+        has_slots = self.first_slot < self.last_slot
+        depth_query = self.depth_query(query, plain_query, key, rotary_scaling) if has_slots else None
+        is_served = self.config._attn_implementation in SERVER_IMPLEMENTATIONS
+        if depth_query is None or is_served:
             attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
             if isinstance(attention_mask, CausalBias):
                 attention = biased_attention
+            read_by = query if depth_query is None else self.twice(query)
             attn_output, attn_weights = attention(
-                self, query, keys, values, attention_mask, scaling=self.scaling, **self.reading_options(kwargs)
+                self, read_by, keys, values, attention_mask, scaling=self.scaling, **self.reading_options(kwargs)
             )
+            if depth_query is not None:
+                assert depth_stream is not None
+                attn_output = self.merge_slots(attn_output, depth_query, handle, depth_stream)
         else:
-            if self.reader_norm:
-                depth_query = (query * self.reader_gain(key)).to(query.dtype)
-            else:
-                # what the rotation of both would multiply their product by
-                scale = rotary_scaling**2 if self.use_rope else 1
-                depth_query = plain_query if scale == 1 else plain_query * scale
             assert depth_stream is not None
             attn_output, attn_weights = self.read_with_slots(
                 query, keys, values, depth_query, attention_mask, handle, depth_stream, kwargs.get("is_causal")
@@ -217,6 +226,54 @@ class MoDAAttention(DecoderAttention):
         if not self.makes_slot:
             return attn_output, attn_weights
         return attn_output, attn_weights, self.depth_key(projected_key) if self.reader_norm else key, value
+
+    def depth_query(
+        self, query: torch.Tensor, plain_query: torch.Tensor, key: torch.Tensor, rotary_scaling: float
+    ) -> torch.Tensor:
+        """What reads the slots, `[B, Hq, T, d]`, from the query with and without rotation."""
+        if self.reader_norm:
+            return (query * self.reader_gain(key)).to(query.dtype)
+        # what the rotation of both would multiply their product by
+        scale = rotary_scaling**2 if self.use_rope else 1
+        return plain_query if scale == 1 else plain_query * scale
+
+    def twice(self, query: torch.Tensor) -> torch.Tensor:
+        """The queries `[B, Hq, T, d]` of each group, and the same once more: `[B, 2 * Hq, T, d]`."""
+        groups = query.unflatten(1, (-1, self.num_key_value_groups))
+        return torch.cat([groups, groups], dim=2).flatten(1, 2)
+
+    def sinks(self) -> torch.Tensor:
+        """The logits of the sinks of these heads, fp32: none for a group's queries, one for each the second time."""
+        group = self.num_key_value_groups
+        return torch.tensor([*[NO_SINK] * group, *[SINK] * group]).repeat(self.config.num_key_value_heads)
+
+    def merge_slots(
+        self,
+        output: torch.Tensor,
+        depth_query: torch.Tensor,
+        handle: tuple[torch.Tensor, ...],
+        depth_stream: DepthStream,
+    ) -> torch.Tensor:
+        """
+        The output `[B, T, Hq, d]` over tokens and slots, from a server's attention over the tokens, which returns no
+        log-sum-exp, as `[.., 2 * Hq * d]`. Without and with the sink its outputs differ by the factor
+        `r = e^lse / (e^lse + e^sink)`, so `lse = sink + log(r) - log(1 - r)`.
+        """
+        batch, heads, tokens, head_dim = depth_query.shape
+        parts = output.view(batch, tokens, -1, 2, self.num_key_value_groups, head_dim)
+        plain, beside_sink = (part.flatten(2, 3).transpose(1, 2) for part in parts.unbind(3))
+        exact = accumulation_dtype(plain)
+        squares = plain.to(exact).square().sum(-1)
+        share = (plain.to(exact) * beside_sink).sum(-1) / squares.clamp(min=torch.finfo(exact).tiny)
+        log_sum_exp = SINK + share.log() - torch.log1p(-share)
+        # values that are all zero tell nothing; then the tokens count alone
+        log_sum_exp = torch.where(squares > 0, log_sum_exp, -NO_SINK)
+        gate = None if self.depth_gate is None else self.depth_gate()
+        keys, values = (torch.stack(each) for each in depth_stream.slots(handle, self.first_slot, self.last_slot))
+        merged, *_ = merge_without_kernels(
+            depth_query, keys, values, plain, log_sum_exp, gate, self.scaling, training=False
+        )
+        return merged.transpose(1, 2)
 
     def reader_gain(self, key: torch.Tensor) -> torch.Tensor:
         """The gain of the key norm for each query head, `[Hq or 1, 1, d]`."""
@@ -389,7 +446,7 @@ class MoDASupport(DepthPreTrainedModel):
             init.zeros_(module.weight)
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args, **kwargs) -> str:
-        if attn_implementation not in (None, *ATTENTION_IMPLEMENTATIONS):
+        if attn_implementation not in (None, *ATTENTION_IMPLEMENTATIONS, *SERVER_IMPLEMENTATIONS):
             raise unsupported_attention(attn_implementation)
         return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
 
@@ -420,7 +477,7 @@ class MoDADecoder(DepthDecoderModel):
 
     def check_call(self, kwargs: dict) -> None:
         super().check_call(kwargs)
-        if self.config._attn_implementation not in ATTENTION_IMPLEMENTATIONS:
+        if self.config._attn_implementation not in (*ATTENTION_IMPLEMENTATIONS, *SERVER_IMPLEMENTATIONS):
             raise unsupported_attention(self.config._attn_implementation)
 
     def rotary_scaling(self, layer_idx: int) -> float:

@@ -51,7 +51,7 @@ def moda_attention_forward(
         output, log_sum_exp = sequence_attention_forward(query, key, value, attention_mask, scaling, is_causal)
         if keys is None or values is None:
             return [in_token_order(output), log_sum_exp.contiguous()]
-        merge = depth_merge_forward if implementation == "triton" else _depth_merge_forward
+        merge = depth_merge_forward if implementation == "triton" else merge_without_kernels
         slots = (query if depth_query is None else depth_query, keys, values)
         blended, joint_log_sum_exp, *joint = merge(*slots, output, log_sum_exp, gate, scaling, training)
         parts = [in_token_order(output), log_sum_exp.contiguous(), *joint] if joint else []
@@ -173,7 +173,7 @@ def _ungated(
     return in_token_order(grad), in_token_order(output), sequence_lse - size_BHT.log(), gate_grad
 
 
-def _depth_merge_forward(
+def merge_without_kernels(
     query: Tensor,
     keys: Tensor,
     values: Tensor,

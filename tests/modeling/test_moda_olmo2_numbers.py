@@ -10,8 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from plain_moda_olmo2 import plain_moda_olmo2_logits, plain_moda_olmo2_row
 from transformers import Olmo2Config, Olmo2ForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from depthmix import MoDAOlmo2Config, MoDAOlmo2ForCausalLM
+from depthmix.modeling import modeling_moda
 
 
 SMALL = {"hidden_size": 24, "intermediate_size": 20, "head_dim": 6}
@@ -144,3 +146,37 @@ class TestPaper:
         for row, number in {"row 3": 630, "row 4": 1260, "row 5": 1260}.items():
             config = MoDAOlmo2Config(**self.FIELDS, **ROWS[row])
             assert sum(stop - start for start, stop in config.depth_slots) == number
+
+
+def attention_with_sinks(module, query, key, value, attention_mask, scaling, **kwargs):
+    """What the attention of a server does with queries that come twice, the second time beside a sink."""
+    batch, _, tokens, _ = query.shape
+    group = query.shape[1] // key.shape[1]
+    keys, values = (tensor.repeat_interleave(group, 1) for tensor in (key, value))
+    hidden = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+    scores = (query @ keys.mT * scaling).masked_fill(hidden, float("-inf"))
+    if module.first_slot < module.last_slot:
+        sinks = module.sinks().to(scores).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    return (weights @ values).transpose(1, 2).reshape(batch * tokens, -1), None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "fields", [{}, {"moda_gate": True}, {"moda_depth_key_mode": "reader_norm"}, {"num_key_value_heads": 1}], ids=str
+)
+def test_a_server_merges_slots_by_a_sink(build, token_ids, fields, monkeypatch):
+    model = exact(build(**SMALL, **fields, num_hidden_layers=4))
+    for name, parameter in model.named_parameters():
+        if "depth_gate" in name:
+            parameter.copy_(torch.linspace(-0.2, 1, len(parameter)))
+    ids = token_ids(1, 9)
+    expected = model(ids).logits
+    monkeypatch.setattr(modeling_moda, "SERVER_IMPLEMENTATIONS", {"with_sinks"})
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "with_sinks", attention_with_sinks)
+    model.config._attn_implementation = "with_sinks"
+    found = model(ids, attention_mask=torch.zeros(1, 1, 9, 9), use_cache=False).logits
+    # the sink, e^30, leaves ten digits of what tells the outputs apart
+    assert (found - expected).norm() < 1e-5 * expected.norm()

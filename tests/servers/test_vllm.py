@@ -7,8 +7,10 @@ those of `generate`.
 the processes that serve get that folder only where a test says so. They take a minute each, most of it compiling.
 """
 
+import configparser
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -144,14 +146,23 @@ def run_vllm(tmp_path, environment):
     """`run_vllm(folder, **options)` gives the worker's answer, or None and what it printed if it failed."""
 
     def run_vllm(
-        folder, prompts=((5, 6, 7),), max_tokens=16, rounds=1, import_depthmix=False, threads=None, **options
+        folder,
+        prompts=((5, 6, 7),),
+        max_tokens=16,
+        rounds=1,
+        import_depthmix=False,
+        python_path=None,
+        threads=None,
+        **options,
     ):
         order = {"folder": str(folder), "prompts": list(prompts), "max_tokens": max_tokens, "rounds": rounds}
         order |= {"options": options, "import_depthmix": import_depthmix}
         (tmp_path / "order").write_text(json.dumps(order))
         settings = dict(environment)
         if import_depthmix:
-            settings["PYTHONPATH"] = os.environ["PYTHONPATH"]
+            python_path = os.environ["PYTHONPATH"]
+        if python_path is not None:
+            settings["PYTHONPATH"] = python_path
         if threads is not None:
             settings["VLLM_CPU_OMP_THREADS_BIND"] = threads
         worker = str(Path(__file__).with_name("vllm_worker.py"))
@@ -191,6 +202,41 @@ def test_with_depthmix(method, checkpoint, run_vllm):
     answer, log = run_vllm(folder, prompts, import_depthmix=True, **CHUNKED, **UNCOMPILED)
     assert answer is not None, log[-4000:]
     assert answer["has_depthmix"]
+    assert answer["texts"] == [generated(folder, prompts)]
+
+
+@pytest.fixture
+def installed(tmp_path) -> str:
+    """A path from which depthmix is imported as if it were installed, with its plugin."""
+    setup = configparser.ConfigParser()
+    setup.read(Path(__file__).parents[2] / "setup.cfg")
+    group = "vllm.general_plugins"
+    metadata = tmp_path / "installed" / "depthmix-0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: depthmix\nVersion: 0\n")
+    (metadata / "entry_points.txt").write_text(f"[{group}]{setup['options.entry_points'][group]}\n")
+    return os.pathsep.join([str(metadata.parent), os.environ["PYTHONPATH"]])
+
+
+def test_as_an_installed_plugin(checkpoint, run_vllm, installed, tmp_path):
+    """Without `trust_remote_code`, and without the code of the folder."""
+    folder, prompts = checkpoint("attnres"), random_prompts()
+    copy = tmp_path / "without_code"
+    shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("*.py"))
+    config = json.loads((copy / "config.json").read_text())
+    del config["auto_map"]
+    (copy / "config.json").write_text(json.dumps(config))
+    answer, log = run_vllm(copy, prompts, python_path=installed, trust_remote_code=False, **CHUNKED, **UNCOMPILED)
+    assert answer is not None, log[-4000:]
+    assert answer["texts"] == [generated(folder, prompts)]
+
+
+@pytest.mark.parametrize("retrofit", [False, True], ids=["published", "gated"])
+def test_moda_by_the_plugin(retrofit, checkpoint, run_vllm, installed):
+    """Compiled; slots are merged by a log-sum-exp that an attention sink tells."""
+    folder, prompts = checkpoint("moda", retrofit=retrofit), random_prompts()
+    answer, log = run_vllm(folder, prompts, python_path=installed, trust_remote_code=False, **CHUNKED)
+    assert answer is not None, log[-4000:]
     assert answer["texts"] == [generated(folder, prompts)]
 
 
