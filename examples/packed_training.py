@@ -36,13 +36,18 @@ def read_lines(path: Path, *keys: str) -> list[dict]:
 def read_texts(path: Path | None) -> tuple[list[str], list[str]]:
     """
     Documents to train on and documents to measure with. `path` is a folder with Python source, by default that of the
-    standard library, of which files are held out by their names; or JSON lines with `text`, of which each twentieth is.
+    standard library, of which some files are held out, by their names; or JSON lines with `text`, and then each
+    twentieth is.
     """
     if path is None or path.is_dir():
         corpus = read_corpus(path)
         return corpus.train, corpus.held_out
-    texts = [row["text"] for row in read_lines(path, "text")]
-    return [text for i, text in enumerate(texts) if i % 20 != 19], texts[19::20]
+    return part_off([row["text"] for row in read_lines(path, "text")])
+
+
+def part_off(rows: list) -> tuple[list, list]:
+    """What is trained on, and each twentieth, which is measured with."""
+    return [row for i, row in enumerate(rows) if i % 20 != 19], rows[19::20]
 
 
 def pack_documents(texts: list[str], tokenizer: PreTrainedTokenizerBase, length: int) -> list[Row]:
@@ -89,10 +94,10 @@ class PackedDocuments(DataCollatorWithFlattening):
         return {name: torch.cat([batch[name] for batch in flat]) for name in flat[0]}
 
 
-class GroupedTrainer(Trainer):
+class MixingRate:
     """
-    The Trainer with a rate for the mixing parameters. They are told apart before the model is sharded, which an
-    optimizer that is made outside would not survive.
+    Before a Trainer among the bases of a class: the mixing parameters get the rate `mixing_lr`. They are told apart
+    before the model is sharded, which an optimizer that is made outside would not survive.
     """
 
     def __init__(self, *args, mixing_lr: float, **kwargs):
@@ -109,6 +114,27 @@ class GroupedTrainer(Trainer):
         return self.optimizer
 
 
+class GroupedTrainer(MixingRate, Trainer):
+    """The Trainer with a rate for the mixing parameters."""
+
+
+@torch.no_grad()
+def held_out_loss(trainer: Trainer, rows: list) -> float:
+    """
+    The mean loss per token. Each process looks at all rows, so that the number does not depend on how they are dealt,
+    nor on how many there are: the Trainer weights by batches, and over several processes the last one falsely.
+    """
+    model, size = trainer.model.eval(), trainer.args.per_device_train_batch_size
+    nats = tokens = 0
+    for i in range(0, len(rows), size):
+        batch = trainer.data_collator(rows[i : i + size])
+        batch = {name: tensor.to(trainer.args.device) for name, tensor in batch.items()}
+        count = int((batch["labels"][:, 1:] != -100).sum())
+        nats += model(**batch, use_cache=False).loss.item() * count
+        tokens += count
+    return nats / tokens
+
+
 def add_training_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, required=True, help="folder for checkpoints and the model")
     parser.add_argument("--steps", type=int, help="steps of the optimizer")
@@ -123,17 +149,21 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
         default="bf16" if torch.cuda.is_available() else "fp32",
         help="of the arithmetic; weights that are trained stay in fp32 with both",
     )
+    parser.add_argument("--activation-checkpointing", action="store_true", help="less memory for a second forward")
     parser.add_argument("--save-every", type=int, help="steps between checkpoints; without it there are none")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --output")
     parser.add_argument("--seed", type=int, default=0)
 
 
-def training_arguments(options: argparse.Namespace, **more) -> TrainingArguments:
+def training_arguments(options: argparse.Namespace, kind=TrainingArguments, **more) -> TrainingArguments:
+    """Arguments of this `kind` from the options; checkpoints that are there are an error unless they are wanted."""
     newest = get_last_checkpoint(options.output) if options.output.is_dir() else None
     if options.resume and newest is None:
         raise SystemExit(f"--resume: {options.output} has no checkpoint to go on from.")
     if newest is not None and not options.resume:
         raise SystemExit(f"--output {options.output}: has a checkpoint; go on with --resume, or name another folder.")
+    if options.steps < 1:
+        raise SystemExit(f"--steps {options.steps}: must be one or more.")
     on_gpu = torch.cuda.is_available()
     defaults = {
         "output_dir": str(options.output),
@@ -158,7 +188,13 @@ def training_arguments(options: argparse.Namespace, **more) -> TrainingArguments
         "data_seed": options.seed,
         # the collator reads all that a row has
         "remove_unused_columns": False,
+        # what is frozen has no gradients, and the rest always has
+        "ddp_find_unused_parameters": False,
         "use_cpu": not on_gpu,
         "dataloader_pin_memory": on_gpu,
     }
-    return TrainingArguments(**defaults | more)
+    if options.activation_checkpointing:
+        # its name before transformers 5.23
+        name = "activation" if hasattr(kind, "activation_checkpointing") else "gradient"
+        defaults |= {f"{name}_checkpointing": True, f"{name}_checkpointing_kwargs": {"use_reentrant": False}}
+    return kind(**defaults | more)

@@ -13,7 +13,7 @@ The decoder of docs/study.md, at its rate for Depth-Attention and with its 100 m
 On several devices (docs/several_devices.md), after a stop, with another method:
 
     accelerate launch --config_file examples/accelerate/fsdp2.yaml examples/pretrain.py --output run --size 1.5b \\
-        --model-type attnres_qwen3 --field attnres_block_size=12 --data text.jsonl --tokenizer Qwen/Qwen3-0.6B \\
+        --model-type attnres --field attnres_block_size=12 --data text.jsonl --tokenizer Qwen/Qwen3-0.6B \\
         --activation-checkpointing --save-every 1000 --resume
 """
 
@@ -27,7 +27,9 @@ import torch
 from packed_training import (
     GroupedTrainer,
     PackedDocuments,
+    Row,
     add_training_options,
+    held_out_loss,
     pack_documents,
     read_texts,
     training_arguments,
@@ -97,7 +99,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokenizer", default=str(SMALL_TOKENIZER), help="folder or Hub id")
     parser.add_argument("--length", type=int, help="tokens in a row")
     parser.add_argument("--attention", default="sdpa", help="attn_implementation of transformers")
-    parser.add_argument("--activation-checkpointing", action="store_true", help="less memory for a second forward")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="over how many processes layers are split")
     parser.add_argument("--shards", type=int, default=1, help="beside it, over how many FSDP2 shards parameters")
     options = parser.parse_args(argv)
@@ -154,13 +155,9 @@ def build_model(
     )
 
 
-def make_trainer(options: argparse.Namespace) -> GroupedTrainer:
-    more = {"ddp_find_unused_parameters": False}
-    if options.activation_checkpointing:
-        # its name before transformers 5.23
-        name = "activation" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient"
-        more |= {f"{name}_checkpointing": True, f"{name}_checkpointing_kwargs": {"use_reentrant": False}}
-    arguments = training_arguments(options, per_device_eval_batch_size=options.batch_size, **more)
+def make_trainer(options: argparse.Namespace) -> tuple[GroupedTrainer, list[Row]]:
+    """The trainer, and the rows to measure with."""
+    arguments = training_arguments(options)
     tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
     documents = SIZES[options.size].documents if options.data is None else None
     train, held_out = (
@@ -168,25 +165,27 @@ def make_trainer(options: argparse.Namespace) -> GroupedTrainer:
     )
     if not train or not held_out:
         raise SystemExit(f"--data {options.data}: must have {options.length} tokens to train on and as many held out.")
-    return GroupedTrainer(
+    trainer = GroupedTrainer(
         model=build_model(options, arguments, tokenizer),
         args=arguments,
         train_dataset=train,
-        eval_dataset=held_out[:MEASURED_ROWS],
         data_collator=PackedDocuments(one_row="flash" in options.attention),
         mixing_lr=options.mixing_rate,
     )
+    return trainer, held_out[:MEASURED_ROWS]
 
 
 def main(argv: Sequence[str] | None = None) -> GroupedTrainer:
     options = parse_args(argv)
-    trainer = make_trainer(options)
+    trainer, held_out = make_trainer(options)
     trainer.train(resume_from_checkpoint=options.resume)
-    loss = trainer.evaluate()["eval_loss"]
+    loss = held_out_loss(trainer, held_out)
     if trainer.is_fsdp_enabled:
         # checkpoints may be in shards, the model is one
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model(str(options.output / "model"))
+    if trainer.is_world_process_zero():
+        AutoTokenizer.from_pretrained(options.tokenizer).save_pretrained(options.output / "model")
     trainer.accelerator.print(f"held-out loss {loss:.4f} nats per token; model in {options.output / 'model'}")
     return trainer
 

@@ -29,7 +29,7 @@ def example():
 
 
 class Launcher:
-    """Runs `examples/pretrain.py` in several processes; starting the first is what takes the time."""
+    """Runs an example in several processes; starting the first is what takes the time."""
 
     def __init__(self, folder: Path):
         self.folder, self.count = folder, 0
@@ -38,7 +38,9 @@ class Launcher:
         with open(folder / "log", "w") as log:
             self.process = subprocess.Popen(command, stderr=log, **pipes)
 
-    def __call__(self, processes: int, config: str | None, output: Path, *arguments: str) -> list[dict]:
+    def __call__(
+        self, processes: int, config: str | None, output: Path, *arguments: str, example: str = "pretrain"
+    ) -> list[dict]:
         """What each process found; `config` is the name of a file in `examples/accelerate` without its ending."""
         import torch
 
@@ -46,7 +48,7 @@ class Launcher:
         folder = self.folder / str(self.count)
         folder.mkdir()
         config = config and str(EXAMPLES / "accelerate" / f"{config}.yaml")
-        job = {"processes": processes, "config": config, "folder": str(folder)}
+        job = {"processes": processes, "config": config, "folder": str(folder), "example": example}
         job["arguments"] = ["--output", str(output), *arguments]
         print(json.dumps(job), file=self.process.stdin, flush=True)
         status = self.process.stdout.readline()

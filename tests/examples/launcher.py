@@ -3,10 +3,11 @@
 Runs an example in several processes, as `accelerate launch` and `torchrun` do, without importing everything anew.
 
 Usage: launcher.py. Each line of its input is a JSON object with `processes`, the path of a `config` for accelerate or
-null, `arguments` of `examples/pretrain.py` and an empty `folder`. It prints the exit status, and in the folder lie
-the log and what each process found, `rank<i>.pt`.
+null, the name of an `example` and its `arguments`, and an empty `folder`. It prints the exit status, and in the folder
+lie the logs and what each process found, `rank<i>.pt`.
 """
 
+import contextlib
 import faulthandler
 import gc
 import json
@@ -26,7 +27,11 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
+import finetune  # noqa: E402
 import pretrain  # noqa: E402
+
+
+SCRIPTS = {"finetune": finetune, "pretrain": pretrain}
 
 
 def environment_of(config: str | None) -> dict[str, str]:
@@ -40,7 +45,7 @@ def environment_of(config: str | None) -> dict[str, str]:
 
 
 def pass_for_gpus() -> None:
-    """accelerate shards and splits on GPUs only: for it each process has one, and what is to be there is on the CPU."""
+    """accelerate shards and splits on GPUs only: each process passes for one with a GPU, and stays on the CPU."""
     PartialState._prepare_backend = lambda self, *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
     PartialState.set_device = lambda self: setattr(self, "device", torch.device("cpu"))
 
@@ -62,7 +67,7 @@ def run(rank: int, job: dict, environment: dict[str, str]) -> None:
         # a copy of the model in each process is all that accelerate does with CPUs
         if job["config"] is None or environment.get("ACCELERATE_USE_FSDP") == "true":
             pass_for_gpus()
-    trainer = pretrain.main(job["arguments"])
+    trainer = SCRIPTS[job["example"]].main(job["arguments"])
     held = [p.to_local() if hasattr(p, "to_local") else p for p in trainer.model.parameters()]
     found = {
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
@@ -103,10 +108,8 @@ def main() -> None:
             if status:
                 # the others would wait for it
                 for other in children:
-                    try:
+                    with contextlib.suppress(ProcessLookupError):
                         os.kill(other, 9)
-                    except ProcessLookupError:
-                        pass
         print(max(statuses), flush=True)
 
 

@@ -18,9 +18,9 @@ import depthmix  # noqa: F401  (registers its model types)
 ROWS = 4
 METHODS = {
     "depth_qwen3": ["--field", "depth_stride=1"],
-    "attnres_qwen3": ["--field", "attnres_block_size=3"],
-    "denseformer_qwen3": [],
-    "mhc_qwen3": ["--field", "mhc_sinkhorn_iters=2"],
+    "attnres": ["--field", "attnres_block_size=3"],
+    "denseformer": [],
+    "mhc": ["--field", "mhc_sinkhorn_iters=2"],
     "moda_olmo2": [],
     "value_residual_qwen3": [],
 }
@@ -117,7 +117,7 @@ def test_others_train_as_one(model_type, processes, config, split, launch, one_p
     for each in found:
         assert_same_run(each, expected)
         if config == "fsdp2_activation_checkpointing":
-            assert each["modules"].count("CheckpointWrapper") == 4
+            assert each["modules"].count("FSDPCheckpointWrapper") == 4
         if config != "ddp":
             assert each["held"] < 0.6 * expected["held"]
     assert_same_weights(tmp_path / "out", expected["weights"], 1e-2)
