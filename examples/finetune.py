@@ -44,7 +44,6 @@ from transformers import (
 
 import depthmix
 from depthmix.families import FAMILIES
-from depthmix.optimizer import mixing_parameters
 
 
 SMALL_MODEL = Path(__file__).with_name("tiny_qwen3_python")
@@ -119,12 +118,22 @@ def own_model(options: argparse.Namespace, arguments: TrainingArguments) -> str:
     return str(base)
 
 
-def mixing_modules(model: PreTrainedModel) -> list[str]:
-    """What to train beside the adapters, by the ends of the names as PEFT wants them: whatever mixes layers."""
-    paths = {name.rpartition(".")[0] for name in mixing_parameters(model)}
+def added_modules(model: PreTrainedModel) -> list[str]:
+    """
+    What to train beside the adapters, by the ends of the names as PEFT wants them: whatever the vanilla model of the
+    same backbone does not have.
+    """
+    stock = FAMILIES[model.config.model_type].backbone.stock_class("ForCausalLM")
+    with torch.device("meta"):
+        known = {name.rpartition(".")[2] for name, _ in stock(stock.config_class()).named_modules()}
+    own = {
+        name
+        for name, module in model.named_modules()
+        if not (name.rpartition(".")[2] in known or name[-1:].isdigit()) and any(True for _ in module.parameters())
+    }
     # a module within one that is named already has no adapter of its own
-    outermost = {path for path in paths if not any(path.startswith(f"{other}.") for other in paths)}
-    return sorted({path.rpartition(".")[2] for path in outermost})
+    outermost = {name for name in own if not any(name.startswith(f"{other}.") for other in own)}
+    return sorted({name.rpartition(".")[2] for name in outermost})
 
 
 def add_adapters(model: PreTrainedModel, options: argparse.Namespace) -> PeftModel:
@@ -133,7 +142,7 @@ def add_adapters(model: PreTrainedModel, options: argparse.Namespace) -> PeftMod
         r=options.rank,
         lora_alpha=2 * options.rank,
         target_modules=options.targets,
-        modules_to_save=mixing_modules(model),
+        modules_to_save=added_modules(model),
     )
     return get_peft_model(model, lora)
 
@@ -147,8 +156,8 @@ def make_trainer(options: argparse.Namespace) -> tuple[Trainer, list[dict], str]
             from trl import SFTConfig, SFTTrainer
         except ImportError:
             raise SystemExit("--trl: TRL is not installed (pip install trl).") from None
-        # the pairs of a batch in one row, as in the other way
-        more |= {"kind": SFTConfig, "max_length": options.length, "padding_free": True, "remove_unused_columns": True}
+        # the pairs of a batch in one row, as in the other way; they are cut already
+        more |= {"kind": SFTConfig, "max_length": None, "padding_free": True, "remove_unused_columns": True}
         if not options.activation_checkpointing:
             # which TRL does by default
             more["gradient_checkpointing"] = False
@@ -160,13 +169,13 @@ def make_trainer(options: argparse.Namespace) -> tuple[Trainer, list[dict], str]
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[options.precision]
     model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype, attn_implementation=options.attention)
     kwargs = {"model": add_adapters(model, options), "args": arguments, "mixing_lr": options.mixing_rate}
-    pairs, held_out = read_pairs(options.data)
-    train, held_out = (encode(each, tokenizer, options.length) for each in (pairs, held_out[:MEASURED_ROWS]))
+    train, held_out = read_pairs(options.data)
+    train, held_out = (encode(pairs, tokenizer, options.length) for pairs in (train, held_out[:MEASURED_ROWS]))
     if not train or not held_out:
         raise SystemExit(f"--data {options.data}: must have pairs to train on, and a twentieth more to measure with.")
     if options.trl:
         trainer_class = type("GroupedSFTTrainer", (MixingRate, SFTTrainer), {})
-        trainer = trainer_class(**kwargs, train_dataset=Dataset.from_list(pairs), processing_class=tokenizer)
+        trainer = trainer_class(**kwargs, train_dataset=Dataset.from_list(train), processing_class=tokenizer)
     else:
         # the pairs of a batch in one row, which do not see each other, so that nothing is padded
         trainer = GroupedTrainer(**kwargs, train_dataset=train, data_collator=DataCollatorWithFlattening())

@@ -127,8 +127,7 @@ def held_out_loss(trainer: Trainer, rows: list) -> float:
     model, size = trainer.model.eval(), trainer.args.per_device_train_batch_size
     nats = tokens = 0
     for i in range(0, len(rows), size):
-        batch = trainer.data_collator(rows[i : i + size])
-        batch = {name: tensor.to(trainer.args.device) for name, tensor in batch.items()}
+        batch = trainer._prepare_inputs(trainer.data_collator(rows[i : i + size]))
         count = int((batch["labels"][:, 1:] != -100).sum())
         nats += model(**batch, use_cache=False).loss.item() * count
         tokens += count
