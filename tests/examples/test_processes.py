@@ -10,7 +10,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
 import depthmix  # noqa: F401  (registers its model types)
 
@@ -29,6 +29,12 @@ METHODS = {
 def options_of(model_type: str, processes_with_data: int) -> list[str]:
     """Of a run whose steps have the same rows, over however many processes they are dealt."""
     return ["--model-type", model_type, *METHODS[model_type], "--batch-size", str(ROWS // processes_with_data)]
+
+
+def start_of(output) -> dict[str, torch.Tensor]:
+    """The weights before training, which the seed and the configuration say."""
+    set_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(output / "model")).state_dict()
 
 
 def weights_of(output) -> dict[str, torch.Tensor]:
@@ -77,11 +83,13 @@ def assert_same_run(found: dict, expected: dict) -> None:
 
 
 def assert_same_weights(folder, expected: dict, tolerance: float) -> None:
-    found = weights_of(folder)
-    assert found.keys() == expected.keys()
+    """Each tensor has moved as it should have, up to a part of the way."""
+    found, start = weights_of(folder), start_of(folder)
+    assert found.keys() == expected.keys() == start.keys()
     for name, tensor in expected.items():
-        # Adam turns a gradient that is nothing but rounding into a step
-        assert (found[name] - tensor).norm() <= tolerance * tensor.norm(), name
+        # the first connection of mHC has equal streams: gradients of rounding only, of which Adam makes whole steps
+        if ".0.attn_connection.residual_logits" not in name:
+            assert (found[name] - tensor).norm() <= tolerance * (tensor - start[name]).norm(), name
 
 
 @pytest.mark.parametrize("config", ["ddp", "fsdp2"])
@@ -95,20 +103,25 @@ def test_two_processes_train_as_one(config, straight, one_process):
     assert all(each["held"] == expected["held"] / parts for each in found)
 
 
+EVERY_METHOD = [
+    (2, "fsdp2_activation_checkpointing", []),
+    (4, None, ["--tensor-parallel", "2", "--shards", "2"]),
+]
+ONE_METHOD = [
+    (2, "fsdp2_full_checkpoints", []),
+    (4, "ddp", []),
+    (4, "fsdp2", []),
+    (2, None, ["--shards", "2"]),
+    (2, None, ["--tensor-parallel", "2"]),
+]
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("model_type", METHODS)
 @pytest.mark.parametrize(
-    ("processes", "config", "split"),
-    [
-        (2, "fsdp2_activation_checkpointing", []),
-        (2, "fsdp2_full_checkpoints", []),
-        (4, "ddp", []),
-        (4, "fsdp2", []),
-        (2, None, ["--shards", "2"]),
-        (2, None, ["--tensor-parallel", "2"]),
-        (4, None, ["--tensor-parallel", "2", "--shards", "2"]),
-    ],
-    ids=["checkpointing-2", "full-2", "ddp-4", "fsdp2-4", "host-shards-2", "tensor-2", "two-dimensions-4"],
+    ("model_type", "processes", "config", "split"),
+    [(model_type, *way) for model_type in METHODS for way in EVERY_METHOD]
+    + [("value_residual_qwen3", *way) for way in ONE_METHOD],
+    ids=str,
 )
 def test_others_train_as_one(model_type, processes, config, split, launch, one_process, tmp_path):
     with_data = processes // 2 if "--tensor-parallel" in split else processes
@@ -149,8 +162,10 @@ def test_going_on_is_exact(config, launch, straight, tmp_path):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("config", ["ddp", "fsdp2", "fsdp2_full_checkpoints"])
-@pytest.mark.parametrize(("written", "read"), [(2, 1), (2, 4), (1, 2), (4, 2)])
+@pytest.mark.parametrize(
+    ("config", "written", "read"),
+    [("ddp", 2, 1), ("fsdp2", 2, 1), ("fsdp2", 2, 4), ("fsdp2", 4, 2), ("fsdp2_full_checkpoints", 2, 4)],
+)
 def test_a_checkpoint_of_some_is_read_by_others(config, written, read, launch, straight, tmp_path):
     folder, expected = straight(written, config)
     for each in go_on(launch, folder, read, config, tmp_path):
