@@ -13,11 +13,9 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def pytest_collection_modifyitems(items):
+def pytest_itemcollected(item):
     """What the examples show does not depend on the version of transformers."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.once)
+    item.add_marker(pytest.mark.once)
 
 
 @pytest.fixture(scope="session")
