@@ -56,6 +56,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--stride", type=int, help="tokens that are measured in each; all that are new by default")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--tasks", help="tasks of lm-eval, with commas between them")
+    parser.add_argument("--task-folder", help="folder with tasks of your own")
     options = parser.parse_args(argv)
     if options.stride is None:
         options.stride = options.length - 1
@@ -95,15 +96,19 @@ def measure(
     return Measured(nats, tokens, sum(len(text.encode()) for text in texts))
 
 
-def run_tasks(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tasks: list[str]) -> None:
+def run_tasks(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tasks: list[str], folder: str | None
+) -> None:
+    """Prints the table of lm-eval."""
     try:
         import lm_eval
         from lm_eval.models.huggingface import HFLM
+        from lm_eval.tasks import TaskManager
         from lm_eval.utils import make_table
     except ImportError:
         raise SystemExit("--tasks: lm-eval is not installed (pip install lm-eval).") from None
-    wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size="auto")
-    print(make_table(lm_eval.simple_evaluate(wrapped, tasks=tasks)))
+    wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=8)
+    print(make_table(lm_eval.simple_evaluate(wrapped, tasks=tasks, task_manager=TaskManager(include_path=folder))))
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Measured]:
@@ -128,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Measured]:
             flush=True,
         )
         if options.tasks:
-            run_tasks(model, tokenizer, options.tasks.split(","))
+            run_tasks(model, tokenizer, options.tasks.split(","), options.task_folder)
     return found
 
 

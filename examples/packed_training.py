@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import torch
+from accelerate.utils import send_to_device
 from text_corpus import read_corpus
 from transformers import DataCollatorWithFlattening, PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
@@ -127,7 +128,7 @@ def held_out_loss(trainer: Trainer, rows: list) -> float:
     model, size = trainer.model.eval(), trainer.args.per_device_train_batch_size
     nats = tokens = 0
     for i in range(0, len(rows), size):
-        batch = trainer._prepare_inputs(trainer.data_collator(rows[i : i + size]))
+        batch = send_to_device(trainer.data_collator(rows[i : i + size]), trainer.args.device)
         count = int((batch["labels"][:, 1:] != -100).sum())
         nats += model(**batch, use_cache=False).loss.item() * count
         tokens += count

@@ -37,3 +37,17 @@ def test_trl_trains_as_the_trainer(example, tmp_path):
     for name, tensor in trained[0].items():
         assert (tensor - trained[1][name]).norm() <= 1e-2 * tensor.norm(), name
     assert (tmp_path / "trl" / "model" / "model.safetensors").is_file()
+
+
+def test_tasks_of_lm_eval(example, choice_task, tmp_path, capsys):
+    """Beside the loss, tasks of a folder: the small checkpoint knows how a line of Python goes on."""
+    lines = [("import ", "os", ")"), ("def f(self, ", "name", "import"), ("for i in ", "range", "def")]
+    rows = [{"question": start, "choices": [right, wrong], "answer": 0} for start, right, wrong in lines]
+    tasks = str(choice_task(rows))
+    (tmp_path / "text.jsonl").write_text('{"text": "import os\\n"}\n')
+    options = ["--data", str(tmp_path / "text.jsonl"), "--tasks", "local_choices"]
+    example("evaluate_models").main([*options, "--task-folder", tasks])
+    printed = capsys.readouterr().out
+    assert "bits per byte" in printed
+    (row,) = [line for line in printed.splitlines() if line.startswith("|local_choices")]
+    assert float(row.split("|")[7]) == 1
