@@ -40,7 +40,13 @@ def pairs(tmp_path_factory):
     return str(path)
 
 
-@pytest.mark.parametrize("method", METHODS)
+# in every run one with gates alone, and one that adds projections, which are no mixing parameters
+QUICK = ("depth_attention", "moda")
+
+
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=() if name in QUICK else pytest.mark.exhaustive) for name in METHODS]
+)
 def test_adapters_and_mixing_are_trained(method, finetune, pairs, tmp_path):
     """Any method, from a vanilla checkpoint to a model that is merged, in which both have moved, and nothing else."""
     options = ["--output", str(tmp_path), "--data", pairs, "--to", method, "--steps", "4", "--batch-size", "2"]
