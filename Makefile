@@ -35,11 +35,12 @@ test-all: $(VENV)/ready $(OLDEST)/ready
 	$(VENV)/bin/python $(PYTEST) --peer-python $(OLDEST)/bin/python tests
 	$(OLDEST)/bin/python $(PYTEST) -m "not once" --peer-python $(VENV)/bin/python tests
 
+FAST ?= tests
 test-fast: $(VENV)/ready
-	$(VENV)/bin/python $(PYTEST) -m "not slow and not exhaustive" tests
+	$(VENV)/bin/python $(PYTEST) -m "not slow and not exhaustive" $(FAST)
 
-# the quick tests on the other supported Pythons that this machine has, each in an environment of its own
-PYTHONS := 3.11 3.12 3.13
+# the quick tests, or FAST of them, on the other supported Pythons that this machine has, in an environment for each
+PYTHONS ?= 3.11 3.12 3.13
 test-pythons:
 	@own=$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])'); \
 	for version in $(PYTHONS); do \
