@@ -11,7 +11,7 @@ PRINT_SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 # Python compiles what it imports; of what is installed that is a part
 PIP_OPTIONS := --quiet --disable-pip-version-check --no-compile
 
-.PHONY: demo environments test test-all test-fast test-gpu test-vllm test-extras fuzz kill docs quality style clean
+.PHONY: demo environments test test-all test-fast test-pythons coverage test-gpu test-vllm test-extras fuzz kill docs quality style clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/python examples/demo.py
@@ -35,8 +35,31 @@ test-all: $(VENV)/ready $(OLDEST)/ready
 	$(VENV)/bin/python $(PYTEST) --peer-python $(OLDEST)/bin/python tests
 	$(OLDEST)/bin/python $(PYTEST) -m "not once" --peer-python $(VENV)/bin/python tests
 
+FAST ?= tests
 test-fast: $(VENV)/ready
-	$(VENV)/bin/python $(PYTEST) -m "not slow and not exhaustive" tests
+	$(VENV)/bin/python $(PYTEST) -m "not slow and not exhaustive" $(FAST)
+
+# the quick tests, or FAST of them, on the other supported Pythons that this machine has, in an environment for each
+PYTHONS ?= 3.11 3.12 3.13
+test-pythons:
+	@own=$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])'); \
+	for version in $(PYTHONS); do \
+		if [ "$$version" = "$$own" ]; then continue; fi; \
+		python=$$(pyenv prefix $$version 2> /dev/null)/bin/python; \
+		if [ ! -x "$$python" ]; then python=python$$version; fi; \
+		if ! $$python -c "" 2> /dev/null; then echo "Python $$version is not here: not tested"; continue; fi; \
+		$(MAKE) test-fast PYTHON=$$python VENV=.venv-$$version || exit 1; \
+	done
+
+# which lines the tests run; COVERED are the arguments of pytest. Kernels run on a GPU or in an interpreter, unseen
+COVERED ?= -m "not exhaustive" tests
+coverage: $(VENV)/ready
+	$(VENV)/bin/python -m pip install $(PIP_OPTIONS) -c constraints.txt \
+		$$($(VENV)/bin/python -c '$(PRINT_EXTRA)' coverage)
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal --cov --cov-report= $(COVERED)
+	$(VENV)/bin/python -m coverage report --skip-covered --show-missing
+	for folder in configuration modeling kernels conversion depthmix; do \
+		echo "$$folder: $$($(VENV)/bin/python -m coverage report --format=total --include="$$folder/*") %"; done
 
 test-gpu: $(VENV)/ready
 	$(VENV)/bin/python -m pytest tests/gpu tests/kernels
@@ -83,7 +106,7 @@ style: $(VENV)/ready
 	$(VENV)/bin/ruff format .
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(DOCS) $(VLLM) $(EXTRAS) site demo_output build dist *.egg-info
+	rm -rf $(VENV) $(PYTHONS:%=.venv-%) $(OLDEST) $(DOCS) $(VLLM) $(EXTRAS) site demo_output build dist *.egg-info
 
 $(VENV)/ready: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -36,6 +36,13 @@ class ValueResidualFields(DepthMixingFields):
     )
     value_residual_learnable: bool = field(default=True, metadata={"help": "whether the weights are trained"})
 
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        # where a device has some of the heads, what it finds for the weights is the part of these heads
+        if self.base_model_tp_plan["layers.*.self_attn.v_proj"] == "colwise":
+            style = "replicated_with_grad_allreduce"
+            self.base_model_tp_plan = self.base_model_tp_plan | {"layers.*.self_attn.value_mix": style}
+
     @property
     def value_weights_start(self) -> tuple[float, float]:
         """What the weights of the first layer's value and of the own value start at."""

@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(
     path
-    for pattern in ("README.md", "CONTRIBUTING.md", "docs/*.md", "kernels/README.md", "benchmarks/study/README.md")
+    for pattern in ("README.md", "CONTRIBUTING.md", "docs/*.md", "*/README.md", "benchmarks/study/README.md")
     for path in ROOT.glob(pattern)
 )
 # reason not to run a block -> what must then be in it
@@ -106,6 +106,10 @@ def check_command(words: list[str]) -> None:
         extras = {each for word in rest for each in re.findall(r"\[(.*)\]", word) for each in each.split(",")}
         assert extras <= {*setup["options.extras_require"]}, words
         assert all(re.fullmatch(r"-e|\.(\[.*\])?", word) for word in rest[1:]), words
+    elif words[:2] == ["accelerate", "launch"] or name == "torchrun":
+        script = next(i for i, word in enumerate(words) if word.endswith(".py"))
+        assert all((ROOT / word).exists() for word in words[:script] if word.endswith(".yaml")), words
+        check_command(["python", *words[script:]])
     elif name == "python":
         source = _script(rest)
         for option in (word.partition("=")[0] for word in rest if word.startswith("--")):
@@ -125,7 +129,11 @@ def _script(rest: list[str]) -> str:
     if rest[0] == "-m":
         path = ROOT / rest[1].replace(".", "/")
         return _read(path / "__main__.py" if path.is_dir() else path.with_suffix(".py"))
-    return _read(rest[0])
+    source = _read(rest[0])
+    # options that several scripts share stand in a module beside them
+    modules = re.findall(r"^from (\w+) import", source, re.MULTILINE)
+    beside = [Path(rest[0]).with_name(f"{module}.py") for module in modules]
+    return source + "".join(_read(path) for path in beside if (ROOT / path).exists())
 
 
 def _read(path: Path | str) -> str:

@@ -1,6 +1,7 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """Packages that train, quantise and evaluate. `make test-extras` installs them; elsewhere these tests are left out."""
 
+import json
 from importlib.util import find_spec
 
 import pytest
@@ -15,6 +16,22 @@ from depthmix.families import FAMILIES
 MODULES = ("lm_eval", "trl", "torchao", "optimum.quanto", "bitsandbytes", "onnxscript", "onnxruntime")
 has_all = all(find_spec(name.partition(".")[0]) for name in MODULES)
 collect_ignore_glob = [] if has_all else ["test_*.py"]
+
+TASK = """\
+task: local_choices
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {file}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: answer
+metric_list:
+  - metric: acc
+  - metric: acc_norm
+"""
 
 # one of each method, and MoDA also on the backbone of the paper
 PAIRS = ("depth_qwen3", "attnres", "denseformer", "mhc", "moda_olmo2", "moda_qwen3", "value_residual_qwen3")
@@ -47,3 +64,17 @@ def words():
         return " ".join(f"w{i}" for i in torch.randint(3, TINY["vocab_size"], (length,), generator=generator).tolist())
 
     return words
+
+
+@pytest.fixture
+def choice_task(tmp_path, monkeypatch):
+    """`choice_task(rows)` is a folder with the task `local_choices` of lm-eval, of questions, choices and answers."""
+
+    def choice_task(rows):
+        monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+        (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        (tmp_path / "tasks").mkdir()
+        (tmp_path / "tasks" / "local_choices.yaml").write_text(TASK.format(file=tmp_path / "rows.jsonl"))
+        return tmp_path / "tasks"
+
+    return choice_task

@@ -1,8 +1,6 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """lm-evaluation-harness with `--model hf`, on a task of a local file."""
 
-import json
-
 import pytest
 import torch
 from family_models import AWAKE_FIELDS, new_model, wake
@@ -12,26 +10,8 @@ lm_eval = pytest.importorskip("lm_eval")
 from lm_eval.tasks import TaskManager  # noqa: E402
 
 
-TASK = """\
-task: local_choices
-dataset_path: json
-dataset_kwargs:
-  data_files:
-    test: {file}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
-doc_to_choice: "{{{{choices}}}}"
-doc_to_target: answer
-metric_list:
-  - metric: acc
-  - metric: acc_norm
-"""
-
-
 @pytest.fixture
-def evaluate(tmp_path, words, monkeypatch):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+def evaluate(choice_task, words):
     rows = [
         {
             "question": words(4 + 3 * i, seed=i),
@@ -40,10 +20,7 @@ def evaluate(tmp_path, words, monkeypatch):
         }
         for i in range(9)
     ]
-    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    (tmp_path / "tasks").mkdir()
-    (tmp_path / "tasks" / "local_choices.yaml").write_text(TASK.format(file=tmp_path / "rows.jsonl"))
-    manager = TaskManager(include_path=str(tmp_path / "tasks"), include_defaults=False)
+    manager = TaskManager(include_path=str(choice_task(rows)), include_defaults=False)
 
     def evaluate(folder, batch_size):
         arguments = {"pretrained": str(folder), "dtype": "float32"}

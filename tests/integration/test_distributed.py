@@ -2,6 +2,7 @@
 """Two processes over gloo; starting them is what takes the time, so one start serves all checks."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed
+from family_models import AWAKE_FIELDS, new_model, wake
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from depthmix.families import FAMILIES
 from depthmix.kernels.depth_dispatch import INTERPRETED
 from depthmix.modeling.mixing_modules import MixingModule
 
@@ -24,14 +27,15 @@ WORKER = Path(__file__).with_name("two_process_worker.py")
 
 @pytest.fixture(scope="module")
 def run_two_processes(tmp_path_factory):
-    """`run_two_processes(folders)` gives the results of both ranks."""
+    """`run_two_processes(folders, checks)` gives the results of both ranks, of all checks or of those named."""
     place = tmp_path_factory.mktemp("two_processes")
     logs = [place / f"rank{rank}.log" for rank in range(2)]
     workers = []
 
-    def run_two_processes(folders: dict[str, Path]) -> list[dict]:
+    def run_two_processes(folders: dict[str, Path], checks: list[str] | None = None) -> list[dict]:
+        job = {"folders": {name: str(folder) for name, folder in folders.items()}, "checks": checks}
         for worker in workers:
-            print(json.dumps({name: str(folder) for name, folder in folders.items()}), file=worker.stdin, flush=True)
+            print(json.dumps(job), file=worker.stdin, flush=True)
         answers = [worker.stdout.readline() for worker in workers]
         assert all(answers), "\n".join(log.read_text() for log in logs)
         return [json.loads(answer) for answer in answers]
@@ -88,6 +92,40 @@ def test_two_processes(family, build_awake, tmp_path, run_two_processes):
 
             assert "pp_size=2: pipeline parallelism is not supported" in results[f"pipeline {name}"]
         assert [message for message in results["warnings"] if "view" in message] == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.once
+@pytest.mark.parametrize("pair", FAMILIES)
+def test_tensor_parallel_gradients(pair, tmp_path, run_two_processes):
+    """Of every method on every backbone, as long as no key-value head is split."""
+    family = FAMILIES[pair]
+    model = wake(new_model(family, **AWAKE_FIELDS[family.method], vocab_size=98))
+    model.save_pretrained(tmp_path / "model")
+    for results in run_two_processes({"awake": tmp_path / "model"}, ["tensor_parallel"]):
+        found = results["tensor_parallel awake"]
+        assert "Traceback" not in str(found), found
+        # the recurrence of Kimi Linear has gradients in fp32
+        tolerance = 1e-4 if family.backbone.model_type == "kimi_linear" else 1e-12
+        assert found["logits"] < 1e-12 and found["gradients"] < tolerance
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("pair", FAMILIES)
+def test_mixing_within_attention_is_in_the_plan(pair):
+    """Where a device has some of the heads only, the gradient of what all heads share is a part of it on each."""
+    family = FAMILIES[pair]
+    gate = {"depth_attention": {"depth_gate": True}, "moda": {"moda_gate": True}}.get(family.method, {})
+    model = new_model(family, **AWAKE_FIELDS[family.method] | gate)
+    plan = model.config.base_model_tp_plan or {}
+    shared = {
+        re.sub(r"\.\d+\.", ".*.", name.removeprefix("model."))
+        for name, module in model.named_modules()
+        if ".self_attn." in name and isinstance(module, MixingModule)
+    }
+    assert shared or family.method in ("attnres", "denseformer", "mhc")
+    if plan.get("layers.*.self_attn.v_proj") == "colwise":
+        assert {plan.get(name) for name in shared} <= {"replicated_with_grad_allreduce"}, shared
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@
 """
 One of the two processes of test_distributed.py: runs every check and writes what each of them measured.
 
-Usage: two_process_worker.py RANK RENDEZVOUS_FILE. Each line of its input is a JSON object of model folders by name;
-for each it prints one with the results.
+Usage: two_process_worker.py RANK RENDEZVOUS_FILE. Each line of its input is a JSON object with `folders`, those of
+models by name, and the names of the `checks` or null for all; for each it prints one with the results.
 """
 
 import copy
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 
@@ -41,6 +41,9 @@ CHECKPOINTING = {"plain": None, "non_reentrant": {"use_reentrant": False}, "reen
 
 
 def load(folder: str, **kwargs):
+    if AutoConfig.from_pretrained(folder).depth_backbone.has_experts:
+        # the default has no fp64
+        kwargs["experts_implementation"] = "eager"
     return AutoModelForCausalLM.from_pretrained(folder, **kwargs).train()
 
 
@@ -241,11 +244,12 @@ def main():
     logging.disable_progress_bar()
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=int(rank), world_size=WORLD_SIZE)
     for line in sys.stdin:
-        print(json.dumps(results_of(json.loads(line))), file=answers)
+        print(json.dumps(results_of(**json.loads(line))), file=answers)
     dist.destroy_process_group()
 
 
-def results_of(folders: dict[str, str]) -> dict:
+def results_of(folders: dict[str, str], checks: list[str] | None) -> dict:
+    wanted = checks
     vocab_size = load(next(iter(folders.values()))).config.vocab_size
     ids = torch.randint(3, vocab_size, (4, 12), generator=torch.Generator().manual_seed(1))
 
@@ -269,6 +273,8 @@ def results_of(folders: dict[str, str]) -> dict:
 
     results = {}
     for name, (check, *arguments) in checks.items():
+        if wanted is not None and check.__name__ not in wanted:
+            continue
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
