@@ -2,6 +2,7 @@
 """The `depthmix` command."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -92,6 +93,8 @@ def test_dry_run(qwen3_source, tmp_path, capsys):
     main(["convert", str(qwen3_source()), str(tmp_path / "converted"), "--dry-run"])
     output = capsys.readouterr()
     assert output.out.startswith("Plan (nothing written)") and "depth_stride: 2 (new)" in output.out
+    # of a Qwen3 nothing else is another than it was
+    assert re.findall(r"(\w+): .* -> ", output.out) == ["model_type"]
     assert output.err == ""
     assert not (tmp_path / "converted").exists()
 
