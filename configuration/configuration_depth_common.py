@@ -97,10 +97,13 @@ class DepthMixingFields:
         depth_backbone: ClassVar[Any]
         num_hidden_layers: int
         shape_fields: ClassVar[tuple[str, ...]]
+        start_fields: ClassVar[tuple[str, ...]]
 
     # fields that decide which tensors there are, and of which shape. Without an annotation, with which a dataclass
     # would count it among the fields
     shape_fields = ()
+    # fields that say what new parameters start at, and nothing to those of a checkpoint
+    start_fields = ()
 
     depth_impl: Literal["auto", "triton", "reference"] = "auto"
     prefill_chunk_tokens: int | Literal["auto"] | None = "auto"
@@ -283,9 +286,11 @@ def _check_layer_lists(values: dict[str, Any]) -> None:
         entries = values.get(name)
         if isinstance(entries, list | tuple) and len(entries) > MAX_LAYERS:
             raise ValueError(f"{name} has {len(entries)} entries: must have at most {MAX_LAYERS}.")
-    layers, rotating = values.get("num_hidden_layers"), values.get("no_rope_layers")
-    if isinstance(rotating, list | tuple) and isinstance(layers, int) and len(rotating) < layers:
-        raise ValueError(f"no_rope_layers has {len(rotating)} entries: must have one for each of {layers} layers.")
+    layers = values.get("num_hidden_layers")
+    for name in ("no_rope_layers", "layer_types", "mlp_layer_types"):
+        entries = values.get(name)
+        if isinstance(entries, list | tuple) and isinstance(layers, int) and len(entries) < layers:
+            raise ValueError(f"{name} has {len(entries)} entries: must have one for each of {layers} layers.")
 
 
 def _check_experts(values: dict[str, Any], chosen: int | None) -> None:
@@ -374,7 +379,9 @@ def check_layer_kinds(config: PreTrainedConfig) -> None:
             backbone's own model ignores.
     """
     declared = {each.name for each in fields(config)}
-    window, kinds = getattr(config, "sliding_window", None), set(getattr(config, "layer_types", None) or ())
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None) or ()
+    # where the last layers are cut off, those of the others
+    kinds = set(kinds[: config.num_hidden_layers])
     if kinds == {"linear_attention"}:
         raise ValueError(
             "layer_types has 'linear_attention' only: must have 'full_attention' for one layer at least, since no "

@@ -42,6 +42,7 @@ class MHCFields(DepthMixingFields):
     """
 
     shape_fields = ("mhc_num_streams",)
+    start_fields = ("mhc_alpha_init",)
 
     mhc_num_streams: int = field(default=4, metadata={"help": "number of residual streams"})
     mhc_sinkhorn_iters: int = field(default=20, metadata={"help": "number of Sinkhorn iterations"})

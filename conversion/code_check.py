@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from depthmix.auto import AUTO_MAPS
-from depthmix.hub import MANIFEST, collect_remote_code, hash_code, own_versions
+from depthmix.hub import MANIFEST, OWN_MARK, collect_remote_code, hash_code, own_versions
 from depthmix.releases import released_hashes
 from depthmix.version import __version__
 
@@ -69,25 +69,29 @@ def verify_code(folder: str | os.PathLike) -> CodeCheck:
         [`ConversionError`]: if it is not; the message lists files of code that are edited, missing or not depthmix's,
             keys that name other code, and weights in forms that can run code.
     """
-    folder = Path(folder)
+    return check_code(Path(folder), os.fspath(folder))
+
+
+def check_code(folder: Path, called: str) -> CodeCheck:
+    """[`verify_code`] of a folder that messages call by another name: the one that the user gave."""
     if not folder.is_dir():
         raise ConversionError(f"{folder} is not a folder. Give the folder that holds a saved model.")
     if find_file(folder, CONFIG_FILE) is None:
         raise ConversionError(f"{folder} has no {CONFIG_FILE}.")
     config = read_json(folder / CONFIG_FILE)
-    model_type = own_model_type(config, folder)
+    model_type = own_model_type(config, called)
     found = {path.name: hash_code(path.read_bytes()) for path in sorted(folder.glob("*.py")) if path.is_file()}
     candidates = dict(_known_code(model_type))
     # the one that fits best says what is wrong
     release = min(candidates, key=lambda name: len(set(candidates[name]["files"].items()) ^ set(found.items())))
     expected = candidates[release]
     raise_problems(
-        f"{folder} is not a folder with the code of {release} and no other",
+        f"{called} is not a folder with the code of {release} and no other",
         [*_code_problems(folder, expected["files"], found), *_other_problems(folder, expected["auto_map"])],
         limit=50,
     )
     used = {name: digest for name, digest in found.items() if name in expected["files"]}
-    return CodeCheck(str(folder), release, used, {name: found[name] for name in found.keys() - used.keys()})
+    return CodeCheck(called, release, used, {name: found[name] for name in found.keys() - used.keys()})
 
 
 def own_code_names() -> set[str]:
@@ -95,7 +99,7 @@ def own_code_names() -> set[str]:
     return {MANIFEST, *(name for auto_map in AUTO_MAPS.values() for name in collect_remote_code(auto_map))}
 
 
-def own_model_type(config: dict[str, Any], place: Path) -> str:
+def own_model_type(config: dict[str, Any], place: str | Path) -> str:
     """
     The model type of a `config.json`, which is one of this package's.
 
@@ -104,6 +108,11 @@ def own_model_type(config: dict[str, Any], place: Path) -> str:
     """
     model_type = config.get("model_type")
     if isinstance(model_type, str) and model_type in AUTO_MAPS:
+        if OWN_MARK not in config:
+            raise ConversionError(
+                f"{place}: model_type is {model_type!r}, as of one of depthmix's, but there is no {OWN_MARK}, which "
+                "these are saved with: this is another model."
+            )
         return model_type
     similar = get_close_matches(str(model_type), AUTO_MAPS, n=3)
     hint = f" Similar ones are {', '.join(similar)}." if similar else ""

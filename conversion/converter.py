@@ -49,11 +49,18 @@ from .checkpoint_source import (
     list_entries,
     locate_checkpoint,
 )
-from .code_check import own_code_names, verify_code
+from .code_check import check_code, own_code_names
 from .conversion_target import ConversionTarget, TranslatedConfig
 from .errors import ConversionError
 from .model_card import make_model_card, read_card_metadata
-from .output_folder import check_apart, check_destination, check_model_only, clear_leftovers, staged_folder
+from .output_folder import (
+    check_apart,
+    check_destination,
+    check_model_only,
+    check_space,
+    clear_leftovers,
+    staged_folder,
+)
 from .plain_text import hidden_tokens, one_line, without_token
 from .reports import (
     CheckpointDescription,
@@ -62,7 +69,6 @@ from .reports import (
     describe_dtypes,
     describe_sources,
     describe_start,
-    format_bytes,
     own_fields,
 )
 from .source_configs import config_errors, read_own
@@ -249,7 +255,7 @@ def convert(
                 deque(write.chunks(), maxlen=0)
         return report
 
-    _check_space(dest, report.nbytes + sum(path.stat().st_size for path in companions.values()))
+    check_space(dest, report.nbytes + sum(path.stat().st_size for path in companions.values()))
     check_replaced = partial(check_model_only, code_files=own_files)
     with staged_folder(dest, overwrite, check_replaced, more_follows=push_to_hub is not None) as staging:
         write_checkpoint(staging, shards, progress)
@@ -268,7 +274,7 @@ def convert(
         (staging / CARD_FILE).write_text(card, encoding="utf-8")
         report.files = sorted(path.relative_to(staging).as_posix() for path in staging.rglob("*") if path.is_file())
         # nothing but this version's code must be reachable from what others will load
-        verify_code(staging)
+        check_code(staging, str(dest))
         # writing takes long, and something may have been put there
         if overwrite:
             check_destination(dest, overwrite, own_files)
@@ -492,15 +498,6 @@ def _tokenizer_warnings(tokenizer: SourceTokenizer) -> list[str]:
     return [
         f"Transformers cannot load the source's tokenizer here, so it was copied without a check: {tokenizer.problem}"
     ]
-
-
-def _check_space(dest: Path, nbytes: int) -> None:
-    existing = next(parent for parent in dest.resolve().parents if parent.is_dir())
-    free = shutil.disk_usage(existing).free
-    if free < nbytes:
-        raise ConversionError(
-            f"{existing} has {format_bytes(free)} free, and {format_bytes(nbytes)} are to be written."
-        )
 
 
 def _legacy_generation_config(
