@@ -357,10 +357,11 @@ class DepthCausalLM(Base):
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         enter_table(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, cls)
-        # where a model finds its loss by the name of its class
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config)
+        # the host library takes it from the name of the class, which of a subclass can be any
+        self.loss_type = self.loss_type or "ForCausalLM"
         self.model = self.model_class(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -488,6 +489,7 @@ class DepthSequenceClassification(GenericForSequenceClassification, Base):
     def __init__(self, config: PreTrainedConfig):
         # the generic constructor would look the base model up in the Auto classes, where remote code is not registered
         PreTrainedModel.__init__(self, config)
+        self.loss_type = self.loss_type or "ForSequenceClassification"
         self.num_labels = config.num_labels
         self.model = self.model_class(config)
         self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
