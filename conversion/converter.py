@@ -49,7 +49,7 @@ from .checkpoint_source import (
     list_entries,
     locate_checkpoint,
 )
-from .code_check import check_code, own_code_names
+from .code_check import check_result, own_code_names
 from .conversion_target import ConversionTarget, TranslatedConfig
 from .errors import ConversionError
 from .model_card import make_model_card, read_card_metadata
@@ -274,7 +274,7 @@ def convert(
         (staging / CARD_FILE).write_text(card, encoding="utf-8")
         report.files = sorted(path.relative_to(staging).as_posix() for path in staging.rglob("*") if path.is_file())
         # nothing but this version's code must be reachable from what others will load
-        check_code(staging, str(dest))
+        check_result(staging, os.fspath(source))
         # writing takes long, and something may have been put there
         if overwrite:
             check_destination(dest, overwrite, own_files)

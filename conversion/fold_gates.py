@@ -20,7 +20,7 @@ from .checkpoint_io import (
     write_checkpoint,
 )
 from .checkpoint_source import CARD_FILE, CHAT_TEMPLATE_FOLDER, COMPANION_FILES, CONFIG_FILE, expand_path
-from .code_check import check_code, own_code_names
+from .code_check import check_result, own_code_names
 from .errors import ConversionError
 from .output_folder import (
     check_apart,
@@ -108,7 +108,7 @@ def fold_gates(folder: str | os.PathLike, dest: str | os.PathLike, *, overwrite:
         # the class of the model, and what is no field
         carried = {key: value for key, value in content.items() if key not in written}
         (staging / CONFIG_FILE).write_text(json.dumps(carried | written, indent=2) + "\n", encoding="utf-8")
-        check_code(staging, str(source))
+        check_result(staging, str(source))
     return gates
 
 

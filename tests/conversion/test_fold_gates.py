@@ -84,7 +84,7 @@ def test_the_users_folder_is_named(opened, tmp_path, monkeypatch, caplog):
     path.write_text(json.dumps(content | {"auto_map": content["auto_map"] | {"AutoModelForCausalLM": "mine.Model"}}))
     with pytest.raises(ConversionError) as refusal:
         fold_gates(source, tmp_path / "folded")
-    assert str(refusal.value).startswith(f"{source} is not a folder with the code of ")
+    assert str(refusal.value).startswith(f"What would travel from {source} leads to other code")
     assert "config.json: auto_map of AutoModelForCausalLM names 'mine.Model'" in str(refusal.value)
     assert ".incomplete" not in str(refusal.value) and not (tmp_path / "folded").exists()
     # what a run that was killed has left
