@@ -24,7 +24,7 @@ from .checkpoint_io import (
     read_json,
     read_text,
 )
-from .checkpoint_source import CONFIG_FILE, GENERATION_CONFIG_FILE
+from .checkpoint_source import CONFIG_FILE, GENERATION_CONFIG_FILE, expand_path
 from .errors import ConversionError, raise_problems
 from .plain_text import printable
 from .travelling_files import HUB_GENERATION
@@ -91,7 +91,7 @@ def verify_code(folder: str | os.PathLike) -> CodeCheck:
         [`ConversionError`]: if it is not; the message lists files of code that are edited, missing or not depthmix's,
             keys that name other code, and weights in forms that can run code.
     """
-    return _check_code(Path(folder), os.fspath(folder))
+    return _check_code(expand_path(folder, "folder"), os.fspath(folder))
 
 
 def check_result(folder: Path, source: str) -> None:

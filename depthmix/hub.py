@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 MANIFEST = "depthmix_code.json"
 # the field by which a saved configuration of this package is told from other people's of the same model type
 OWN_MARK = "depth_impl"
+# no file of code is larger, nor the list of them: what is there under such a name may be anything
+_CODE_LIMIT = 2**24
 # the name of a file that is being written
 UNFINISHED_FILE = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 BUNDLED_FOLDERS = ("configuration", "modeling", "kernels")
@@ -122,8 +124,12 @@ def hash_code(code: str | bytes) -> str:
 
 def read_manifest(folder: Path) -> dict[str, str]:
     """The files that a folder's list names, with their hashes; empty if there is no such list."""
+    path = folder / MANIFEST
+    # opening a pipe would wait for somebody who writes
+    if not path.is_file() or path.stat().st_size > _CODE_LIMIT:
+        return {}
     try:
-        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        files = json.loads(path.read_text(encoding="utf-8"))["files"]
         return {str(name): str(digest) for name, digest in files.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return {}
@@ -181,8 +187,8 @@ def _edited_files(folder: Path, files: dict[str, str]) -> list[str]:
         path = folder / name
         if path.is_symlink() or not path.is_file():
             continue
-        digest = hash_code(path.read_bytes())
-        if digest not in {hash_code(code), listed.get(name)} and digest not in own_versions(name):
+        digest = hash_code(path.read_bytes()) if path.stat().st_size <= _CODE_LIMIT else None
+        if digest is None or (digest not in {hash_code(code), listed.get(name)} and digest not in own_versions(name)):
             edited.append(name)
     return edited
 

@@ -132,6 +132,10 @@ def test_version(capsys):
 def test_bundle_wants_a_folder(qwen3_source, tmp_path, fails):
     assert "is not a folder. Give the folder that holds" in fails(1, "bundle", qwen3_source() / "config.json")
     assert "is not a folder" in fails(1, "bundle", tmp_path / "nowhere")
+    # which a path would take for the current folder
+    for command in ("bundle", "verify"):
+        assert "The folder is empty: give a folder." in fails(1, command, "")
+        assert "a NUL character, which no path can have" in fails(1, command, "a\0b")
 
 
 @pytest.mark.parametrize(
