@@ -21,6 +21,8 @@ MAX_LAYERS = 4096
 MAX_LABELS = 2**20
 MAX_EXPERTS = 2**14
 _MAX_SIZE = 2**31 - 1
+# of fp32, in which parameters and norms are computed
+_MAX_FLOAT = 3.4e38
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
 _ROPE_FIELDS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
@@ -190,6 +192,7 @@ def check_decoder_shape(config: PreTrainedConfig | Mapping[str, Any]) -> None:
     """
     given = config if isinstance(config, Mapping) else _checked_values(config)
     values = {name: value for name in _CHECKED if (value := given.get(name)) is not None}
+    check_count("num_hidden_layers", values.get("num_hidden_layers"), most=MAX_LAYERS)
     for name in (*_SIZES, "max_position_embeddings", *_OTHER_SIZES):
         check_count(name, values.get(name))
     _check_layer_lists(values)
@@ -198,10 +201,17 @@ def check_decoder_shape(config: PreTrainedConfig | Mapping[str, Any]) -> None:
     check_count("num_key_value_heads", values.get("num_key_value_heads"), least=-_MAX_SIZE)
     if values.get("head_dim", 0) % 2:
         raise ValueError(f"head_dim={values['head_dim']}: must be even, since the rotation turns pairs of numbers.")
-    layers, heads, kv_heads = (
-        values.get(f"num_{kind}") for kind in ("hidden_layers", "attention_heads", "key_value_heads")
+    hidden, heads, kv_heads = (
+        values.get(name) for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")
     )
-    check_count("num_hidden_layers", layers, most=MAX_LAYERS)
+    # latent attention has widths of its own
+    if hidden and heads and "head_dim" not in values and "kv_lora_rank" not in values and hidden // heads % 2 != 0:
+        raise ValueError(
+            f"hidden_size={hidden}: must give each of num_attention_heads={heads} an even number, since the rotation "
+            "turns pairs of numbers."
+        )
+    if hidden and heads and "head_dim" not in values and hidden < heads:
+        raise ValueError(f"hidden_size={hidden}: must be at least num_attention_heads={heads}.")
     if kv_heads is not None and (kv_heads < 1 or (heads is not None and heads % kv_heads)):
         raise ValueError(
             f"num_key_value_heads={kv_heads}: must divide num_attention_heads={heads}, since each key-value head "
@@ -262,9 +272,9 @@ def check_number(name: str, value: float | None, *, least: float = -math.inf, mo
         return
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise ValueError(f"{name}={shown(value)}: must be a number.")
-    # a float of this size does not exist, and the comparison of an integer with infinity is exact
-    if not (-math.inf < value < math.inf) or abs(value) > 1e300:
-        raise ValueError(f"{name}={shown(value)}: must be a finite number.")
+    # the comparison of an integer with infinity is exact
+    if not (-math.inf < value < math.inf) or abs(value) > _MAX_FLOAT:
+        raise ValueError(f"{name}={shown(value)}: must be a finite number, as fp32 has them.")
     if value < least:
         raise ValueError(f"{name}={shown(value)}: must be at least {least}.")
     if value > most:

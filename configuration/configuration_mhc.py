@@ -64,6 +64,13 @@ class MHCFields(DepthMixingFields):
         check_count("mhc_sinkhorn_iters", self.mhc_sinkhorn_iters, most=_MAX_SINKHORN_ITERS)
         check_number("mhc_alpha_init", self.mhc_alpha_init)
 
+    def ineffective_values(self):
+        if self.mhc_alpha_init == 0:
+            yield (
+                "mhc_alpha_init=0: in a new model neither these factors nor the projection, which starts at zero, "
+                "ever have a gradient, so that its maps stay constants."
+            )
+
 
 CONFIGURATIONS = ConfigurationClasses(
     __name__,

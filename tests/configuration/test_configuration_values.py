@@ -26,6 +26,7 @@ HOST_FIELDS = [
     ({"max_position_embeddings": 0}, "max_position_embeddings=0: must be positive"),
     ({"rms_norm_eps": math.nan}, "rms_norm_eps=nan: must be a finite number"),
     ({"rms_norm_eps": math.inf}, "rms_norm_eps=inf: must be a finite number"),
+    ({"rms_norm_eps": 1e39}, "rms_norm_eps=1e+39: must be a finite number, as fp32 has them"),
     ({"rms_norm_eps": -1.0}, "rms_norm_eps=-1.0: must be at least 0"),
     ({"initializer_range": -0.1}, "initializer_range=-0.1: must be at least 0"),
     ({"attention_dropout": 1.5}, "attention_dropout=1.5: must be at most 1"),
@@ -62,6 +63,22 @@ def test_fields_of_the_host(config_class, fields, message, tiny):
     ("config_class", "fields", "message"),
     [
         (MHCConfig, {"mhc_alpha_init": math.nan}, "mhc_alpha_init=nan: must be a finite number"),
+        (MHCConfig, {"mhc_alpha_init": -(10**39)}, "more than 38 digits): must be a finite number, as fp32 has them"),
+        (
+            MoDAOlmo2Config,
+            {"hidden_size": 36, "head_dim": None},
+            "hidden_size=36: must give each of num_attention_heads=4 an even",
+        ),
+        (
+            MoDAOlmo2Config,
+            {"hidden_size": 3, "head_dim": None},
+            "hidden_size=3: must be at least num_attention_heads=4",
+        ),
+        (
+            DepthQwen3Config,
+            {"num_hidden_layers": 10**9, "layer_types": ["full_attention"]},
+            "num_hidden_layers=1000000000: must be at most 4096",
+        ),
         (MHCConfig, {"mhc_sinkhorn_iters": 10**9}, "mhc_sinkhorn_iters=1000000000: must be at most 1000"),
         (MHCConfig, {"mhc_num_streams": 10**6}, "mhc_num_streams=1000000: must be at most 64"),
         (AttnResConfig, {"attnres_recency_bias_init": -math.inf}, "attnres_recency_bias_init=-inf: must be a finite"),

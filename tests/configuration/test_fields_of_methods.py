@@ -162,6 +162,7 @@ def test_a_vanilla_checkpoint_has_no_tensors_of_the_method_yet(tmp_path):
         ("depth_qwen3", {"depth_stride": 0, "depth_window": 2}, "depth_window=2 has no effect"),
         ("attnres", {"attnres_block_size": 100}, "attnres_block_size=100: no block is ever finished in 4 layers"),
         ("attnres", {"attnres_recency_bias_init": 1.0}, "attnres_recency_bias_init=1.0 has no effect"),
+        ("mhc", {"mhc_alpha_init": 0}, "mhc_alpha_init=0: in a new model neither"),
         ("denseformer", {"dwa_dilation": 50}, "dwa_dilation=50: with 4 layers no average reads anything but its own"),
         ("denseformer", {"dwa_period": 50}, "dwa_period=50: none of 4 layers has an average"),
         (

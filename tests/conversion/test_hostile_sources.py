@@ -51,7 +51,10 @@ def test_layers_that_a_config_claims(layers, qwen3_source, edit_config, tmp_path
         ({"num_labels": 10**8}, "num_labels=100000000: must be at most 1048576"),
         ({"vocab_size": 10**12}, "vocab_size=1000000000000: must be at most 2147483647"),
         ({"hidden_size": 2**30}, "has shape"),
-        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan: must be a finite number .in config.json."),
+        (
+            {"rms_norm_eps": float("nan")},
+            "rms_norm_eps=nan: must be a finite number, as fp32 has them .in config.json.",
+        ),
         ({"rope_theta": 0, "rope_parameters": ...}, "rope_theta=0: must be positive .in config.json."),
         ({"hidden_act": "bogus"}, "hidden_act='bogus': must be an activation"),
         ({"mtp_layer_types": [[[]]] * 9, "architectures": 5}, "architectures is 5, must be a list"),
