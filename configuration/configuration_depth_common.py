@@ -154,6 +154,7 @@ class DepthMixingFields:
         except ValueError as error:
             raise _under_own_name(self, error) from None
         check_layer_kinds(self)
+        check_values_that_act(self)
         if self.prefill_chunk_tokens != "auto":
             check_count("prefill_chunk_tokens", self.prefill_chunk_tokens)
 
@@ -341,8 +342,6 @@ def _check_windows(values: dict[str, Any]) -> None:
     for kind in kinds:
         if kind not in _ATTENTION_KINDS:
             raise ValueError(f"layer_types has {shown(kind)}: must be one of {', '.join(_ATTENTION_KINDS)}.")
-    if "sliding_attention" in kinds and not window and "use_sliding_window" in values:
-        raise ValueError(f"sliding_window={window}: must be positive where layer_types has 'sliding_attention'.")
 
 
 def _check_activation(name: str | None) -> None:
@@ -403,6 +402,28 @@ def check_layer_kinds(config: PreTrainedConfig) -> None:
         raise ValueError(
             f"sliding_window={window}, layer_types={sorted(kinds)}: must not be set, since "
             f"{config.depth_backbone.title} attends to all earlier tokens in every layer."
+        )
+
+
+def check_values_that_act(config: PreTrainedConfig) -> None:
+    """
+    Raises:
+        `ValueError`: for a value with which the stock model fails in its forward. A file may leave such fields to
+            their defaults, so that a whole configuration is looked at.
+    """
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None) or ()
+    switch = getattr(config, "use_sliding_window", None)
+    if (switch is None and window == 0) or ("sliding_attention" in kinds and not window):
+        raise ValueError(f"sliding_window={window}: must be positive where a layer has a window.")
+    check_number("clip_qkv", getattr(config, "clip_qkv", None))
+    experts, chosen = getattr(config, "num_experts", None), getattr(config, "num_experts_per_tok", None)
+    if experts and chosen is None:
+        raise ValueError(f"num_experts_per_tok={chosen}: must be a whole number where there are experts.")
+    heads = config.num_attention_heads
+    if not config.depth_backbone.softmax_only and config.num_key_value_heads not in (None, heads):
+        raise ValueError(
+            f"num_key_value_heads={config.num_key_value_heads}: must be num_attention_heads={heads} in latent "
+            "attention, which expands its keys and values for each head."
         )
 
 

@@ -43,6 +43,7 @@ from .checkpoint_source import (
     COMPANION_FILES,
     CONFIG_FILE,
     GENERATION_CONFIG_FILE,
+    READ_FILES,
     TOKENIZER_CONFIG_FILE,
     expand_path,
     hub_id_of,
@@ -130,7 +131,8 @@ def convert(
         shard_size (`int` or `str`, *optional*, defaults to `"5GB"`):
             Most bytes of tensors per file: a number above 0, or text such as `"5GB"`.
         push_to_hub (`str`, *optional*):
-            Hub repository that the finished folder is uploaded to. It is created if it is not there.
+            Hub repository that the finished folder is uploaded to. It is created if it is not there. Weights, code and
+            files of the tokenizer and for generation that are there from before, and not in the folder, are deleted.
         private (`bool`, *optional*, defaults to `False`):
             Make that repository a private one. A public one that is there already is refused.
         revision (`str`, *optional*):
@@ -551,12 +553,10 @@ def _push(dest: Path, repo_id: str, token: str | bool | None, private: bool) -> 
         # one that was there already keeps its visibility
         if private and not api.model_info(repo_id).private:
             raise ConversionError("it is there already and is public, and private was asked for.")
-        # weights of an earlier upload must not stay beside the new ones
+        # weights of an earlier upload must not stay beside the new ones, nor what the host would read besides
+        earlier = [*WEIGHT_FILES, *READ_FILES, f"{CHAT_TEMPLATE_FOLDER}/*.jinja", *sorted(own_code_names())]
         api.upload_folder(
-            repo_id=repo_id,
-            folder_path=dest,
-            commit_message="Convert with depthmix",
-            delete_patterns=list(WEIGHT_FILES),
+            repo_id=repo_id, folder_path=dest, commit_message="Convert with depthmix", delete_patterns=earlier
         )
     # without a network the errors are those of the Hub client's HTTP library
     except Exception as error:

@@ -127,7 +127,12 @@ HOSTILE = {
         ({"decoder_sparse_step": 0}, "decoder_sparse_step=0: must be positive"),
         ({"moe_intermediate_size": -4}, "moe_intermediate_size=-4: must be positive"),
     ],
-    "depth_olmoe": [({"num_experts": -1}, "num_experts=-1: must be at least 0")],
+    "depth_olmoe": [
+        ({"num_experts": -1}, "num_experts=-1: must be at least 0"),
+        ({"clip_qkv": math.nan}, "clip_qkv=nan: must be a finite number"),
+    ],
+    "mhc_mistral": [({"sliding_window": 0}, "sliding_window=0: must be positive where a layer has a window")],
+    "attnres_olmo3": [({"sliding_window": None}, "sliding_window=None: must be positive where a layer has a window")],
     "value_residual_qwen3": [
         ({"layer_types": ["full_attention"] * 5000}, "layer_types has 5000 entries: must have at")
     ],
@@ -136,6 +141,13 @@ HOSTILE = {
         ({"no_rope_layer_interval": 0}, "no_rope_layer_interval=0: must be positive"),
     ],
 }
+
+
+if "attnres_kimi_linear" in FAMILIES:
+    HOSTILE["attnres_kimi_linear"] = [
+        ({"num_experts_per_tok": None}, "num_experts_per_tok=None: must be a whole number where there are experts"),
+        ({"num_attention_heads": 4, "num_key_value_heads": 2}, "num_key_value_heads=2: must be num_attention_heads=4"),
+    ]
 
 
 @pytest.mark.parametrize(

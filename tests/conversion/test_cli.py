@@ -19,6 +19,7 @@ from depthmix import (
     MoDAOlmo2Config,
     __version__,
 )
+from depthmix.__main__ import main as run_as_process
 from depthmix.conversion import cli
 from depthmix.conversion.cli import main
 from depthmix.conversion.reports import describe_sources
@@ -127,6 +128,16 @@ def test_version(capsys):
     with pytest.raises(SystemExit) as end:
         main(["--version"])
     assert (end.value.code, capsys.readouterr().out) == (0, f"depthmix {__version__}\n")
+
+
+def test_interrupted_while_it_imports(monkeypatch, capsys):
+    def interrupt(*names, **content):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("depthmix.__main__.import_late", interrupt)
+    with pytest.raises(SystemExit) as end:
+        run_as_process()
+    assert end.value.code == 130 and capsys.readouterr().err == "depthmix: interrupted\n"
 
 
 def test_bundle_wants_a_folder(qwen3_source, tmp_path, fails):
