@@ -568,6 +568,7 @@ class DepthPreTrainedModel(Base):
         )
         check_tensors(pretrained_model_name_or_path, saved, model, found)
         check_gates(pretrained_model_name_or_path, model, found)
+        warn_of_starts(pretrained_model_name_or_path, saved, model)
         return (model, found) if asked else model
 
     @torch.no_grad()
@@ -598,8 +599,7 @@ def check_saved_fields(
     config_class: Any, source: Any, saved: dict[str, Any], config: Any, overrides: dict[str, Any]
 ) -> None:
     """
-    Compares what is asked for with what a checkpoint was saved with. A value that only a new model takes notice of is
-    warned of.
+    Compares what is asked for with what a checkpoint was saved with.
 
     Raises:
         `ValueError`: for a field that decides which parameters there are, or of which shape, or which layers are read,
@@ -616,13 +616,6 @@ def check_saved_fields(
     # a vanilla checkpoint has no tensors of the method
     if saved.get("model_type") == config_class.model_type:
         names = (*names, *getattr(config_class, "shape_fields", ()))
-        for name in getattr(config_class, "start_fields", ()):
-            before = saved.get(name, defaults[name].default)
-            if (value := asked(name, before)) != before:
-                logger.warning(
-                    f"{name}={value!r} has no effect: a new model starts with it, and {source} has weights. They "
-                    f"started with {before!r}."
-                )
     for name in names:
         before = saved.get(name, defaults[name].default)
         value = asked(name, before)
@@ -638,6 +631,22 @@ def check_saved_fields(
             f"num_hidden_layers={value!r}: must be {layers!r}, with which {source} was saved: in a looped model "
             f"(num_loops={loops!r}) sources are counted over all passes, and would be other layers."
         )
+
+
+def warn_of_starts(source: Any, saved: dict[str, Any], model: PreTrainedModel) -> None:
+    """Says which values only a new model takes notice of, where they are others than the checkpoint was saved with."""
+    config: Any = model.config
+    if saved.get("model_type") != model.config_class.model_type:
+        return
+    # these have been said when the model was built
+    said = [remark for remark in config.ineffective_values() if "has no effect" in remark]
+    for name in config.start_fields:
+        before, value = saved.get(name, config.__dataclass_fields__[name].default), getattr(config, name)
+        if value != before and not any(remark.startswith(f"{name}=") for remark in said):
+            logger.warning(
+                f"{name}={value!r} has no effect: a new model starts with it, and {source} has weights. They started "
+                f"with {before!r}."
+            )
 
 
 def check_tensors(source: Any, saved: dict[str, Any], model: PreTrainedModel, found: Mapping[str, Any]) -> None:

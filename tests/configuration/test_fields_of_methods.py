@@ -186,6 +186,10 @@ def test_a_value_without_effect_is_warned_of_once(caplog, tmp_path):
     # the same model again
     AutoModelForCausalLM.from_pretrained(tmp_path, depth_stride=99)
     assert caplog.text.count("depth_stride=99") == 1
+    # without effect for two reasons
+    build("attnres").save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_pretrained(tmp_path, attnres_recency_bias_init=2.0)
+    assert caplog.text.count("attnres_recency_bias_init=2.0") == 1
 
 
 def awake(model_type, **given):
