@@ -51,6 +51,7 @@ class AttnResFields(DepthMixingFields):
     """
 
     shape_fields = ("attnres_recency_bias", "attnres_routing")
+    start_fields = ("attnres_recency_bias_init",)
 
     attnres_variant: Literal["block", "full", "cumulative"] = field(
         default="block", metadata={"help": "what the sources are"}

@@ -134,7 +134,7 @@ class DepthAttentionFields(DepthMixingFields):
         unrolled.num_hidden_layers = self.num_loops * self.num_hidden_layers
         # not every backbone has kinds of layers
         if getattr(self, "layer_types", None) is not None:
-            unrolled.layer_types = self.num_loops * self.layer_types
+            unrolled.layer_types = self.num_loops * self.layer_types[: self.num_hidden_layers]
         return unrolled
 
 

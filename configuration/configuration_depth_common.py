@@ -21,6 +21,8 @@ MAX_LAYERS = 4096
 MAX_LABELS = 2**20
 MAX_EXPERTS = 2**14
 _MAX_SIZE = 2**31 - 1
+# of fp32, in which parameters and norms are computed
+_MAX_FLOAT = 3.4e38
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
 _ROPE_FIELDS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
@@ -97,10 +99,13 @@ class DepthMixingFields:
         depth_backbone: ClassVar[Any]
         num_hidden_layers: int
         shape_fields: ClassVar[tuple[str, ...]]
+        start_fields: ClassVar[tuple[str, ...]]
 
     # fields that decide which tensors there are, and of which shape. Without an annotation, with which a dataclass
     # would count it among the fields
     shape_fields = ()
+    # fields that say what new parameters start at, and nothing to those of a checkpoint
+    start_fields = ()
 
     depth_impl: Literal["auto", "triton", "reference"] = "auto"
     prefill_chunk_tokens: int | Literal["auto"] | None = "auto"
@@ -149,6 +154,7 @@ class DepthMixingFields:
         except ValueError as error:
             raise _under_own_name(self, error) from None
         check_layer_kinds(self)
+        check_values_that_act(self)
         if self.prefill_chunk_tokens != "auto":
             check_count("prefill_chunk_tokens", self.prefill_chunk_tokens)
 
@@ -187,6 +193,7 @@ def check_decoder_shape(config: PreTrainedConfig | Mapping[str, Any]) -> None:
     """
     given = config if isinstance(config, Mapping) else _checked_values(config)
     values = {name: value for name in _CHECKED if (value := given.get(name)) is not None}
+    check_count("num_hidden_layers", values.get("num_hidden_layers"), most=MAX_LAYERS)
     for name in (*_SIZES, "max_position_embeddings", *_OTHER_SIZES):
         check_count(name, values.get(name))
     _check_layer_lists(values)
@@ -195,10 +202,17 @@ def check_decoder_shape(config: PreTrainedConfig | Mapping[str, Any]) -> None:
     check_count("num_key_value_heads", values.get("num_key_value_heads"), least=-_MAX_SIZE)
     if values.get("head_dim", 0) % 2:
         raise ValueError(f"head_dim={values['head_dim']}: must be even, since the rotation turns pairs of numbers.")
-    layers, heads, kv_heads = (
-        values.get(f"num_{kind}") for kind in ("hidden_layers", "attention_heads", "key_value_heads")
+    hidden, heads, kv_heads = (
+        values.get(name) for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")
     )
-    check_count("num_hidden_layers", layers, most=MAX_LAYERS)
+    # latent attention has widths of its own
+    if hidden and heads and "head_dim" not in values and "kv_lora_rank" not in values and hidden // heads % 2 != 0:
+        raise ValueError(
+            f"hidden_size={hidden}: must give each of num_attention_heads={heads} an even number, since the rotation "
+            "turns pairs of numbers."
+        )
+    if hidden and heads and "head_dim" not in values and hidden < heads:
+        raise ValueError(f"hidden_size={hidden}: must be at least num_attention_heads={heads}.")
     if kv_heads is not None and (kv_heads < 1 or (heads is not None and heads % kv_heads)):
         raise ValueError(
             f"num_key_value_heads={kv_heads}: must divide num_attention_heads={heads}, since each key-value head "
@@ -259,9 +273,9 @@ def check_number(name: str, value: float | None, *, least: float = -math.inf, mo
         return
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise ValueError(f"{name}={shown(value)}: must be a number.")
-    # a float of this size does not exist, and the comparison of an integer with infinity is exact
-    if not (-math.inf < value < math.inf) or abs(value) > 1e300:
-        raise ValueError(f"{name}={shown(value)}: must be a finite number.")
+    # the comparison of an integer with infinity is exact
+    if not (-math.inf < value < math.inf) or abs(value) > _MAX_FLOAT:
+        raise ValueError(f"{name}={shown(value)}: must be a finite number, as fp32 has them.")
     if value < least:
         raise ValueError(f"{name}={shown(value)}: must be at least {least}.")
     if value > most:
@@ -283,9 +297,11 @@ def _check_layer_lists(values: dict[str, Any]) -> None:
         entries = values.get(name)
         if isinstance(entries, list | tuple) and len(entries) > MAX_LAYERS:
             raise ValueError(f"{name} has {len(entries)} entries: must have at most {MAX_LAYERS}.")
-    layers, rotating = values.get("num_hidden_layers"), values.get("no_rope_layers")
-    if isinstance(rotating, list | tuple) and isinstance(layers, int) and len(rotating) < layers:
-        raise ValueError(f"no_rope_layers has {len(rotating)} entries: must have one for each of {layers} layers.")
+    layers = values.get("num_hidden_layers")
+    for name in ("no_rope_layers", "layer_types", "mlp_layer_types"):
+        entries = values.get(name)
+        if isinstance(entries, list | tuple) and isinstance(layers, int) and len(entries) < layers:
+            raise ValueError(f"{name} has {len(entries)} entries: must have one for each of {layers} layers.")
 
 
 def _check_experts(values: dict[str, Any], chosen: int | None) -> None:
@@ -326,8 +342,6 @@ def _check_windows(values: dict[str, Any]) -> None:
     for kind in kinds:
         if kind not in _ATTENTION_KINDS:
             raise ValueError(f"layer_types has {shown(kind)}: must be one of {', '.join(_ATTENTION_KINDS)}.")
-    if "sliding_attention" in kinds and not window and "use_sliding_window" in values:
-        raise ValueError(f"sliding_window={window}: must be positive where layer_types has 'sliding_attention'.")
 
 
 def _check_activation(name: str | None) -> None:
@@ -374,7 +388,9 @@ def check_layer_kinds(config: PreTrainedConfig) -> None:
             backbone's own model ignores.
     """
     declared = {each.name for each in fields(config)}
-    window, kinds = getattr(config, "sliding_window", None), set(getattr(config, "layer_types", None) or ())
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None) or ()
+    # where the last layers are cut off, those of the others
+    kinds = set(kinds[: config.num_hidden_layers])
     if kinds == {"linear_attention"}:
         raise ValueError(
             "layer_types has 'linear_attention' only: must have 'full_attention' for one layer at least, since no "
@@ -386,6 +402,28 @@ def check_layer_kinds(config: PreTrainedConfig) -> None:
         raise ValueError(
             f"sliding_window={window}, layer_types={sorted(kinds)}: must not be set, since "
             f"{config.depth_backbone.title} attends to all earlier tokens in every layer."
+        )
+
+
+def check_values_that_act(config: PreTrainedConfig) -> None:
+    """
+    Raises:
+        `ValueError`: for a value with which the stock model fails in its forward. A file may leave such fields to
+            their defaults, so that a whole configuration is looked at.
+    """
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None) or ()
+    switch = getattr(config, "use_sliding_window", None)
+    if (switch is None and window == 0) or ("sliding_attention" in kinds and not window):
+        raise ValueError(f"sliding_window={window}: must be positive where a layer has a window.")
+    check_number("clip_qkv", getattr(config, "clip_qkv", None))
+    experts, chosen = getattr(config, "num_experts", None), getattr(config, "num_experts_per_tok", None)
+    if experts and chosen is None:
+        raise ValueError(f"num_experts_per_tok={chosen}: must be a whole number where there are experts.")
+    heads = config.num_attention_heads
+    if not config.depth_backbone.softmax_only and config.num_key_value_heads not in (None, heads):
+        raise ValueError(
+            f"num_key_value_heads={config.num_key_value_heads}: must be num_attention_heads={heads} in latent "
+            "attention, which expands its keys and values for each head."
         )
 
 

@@ -42,6 +42,7 @@ class MHCFields(DepthMixingFields):
     """
 
     shape_fields = ("mhc_num_streams",)
+    start_fields = ("mhc_alpha_init",)
 
     mhc_num_streams: int = field(default=4, metadata={"help": "number of residual streams"})
     mhc_sinkhorn_iters: int = field(default=20, metadata={"help": "number of Sinkhorn iterations"})
@@ -62,6 +63,13 @@ class MHCFields(DepthMixingFields):
             raise ValueError(f"mhc_sinkhorn_iters={self.mhc_sinkhorn_iters}: must be a positive number of iterations.")
         check_count("mhc_sinkhorn_iters", self.mhc_sinkhorn_iters, most=_MAX_SINKHORN_ITERS)
         check_number("mhc_alpha_init", self.mhc_alpha_init)
+
+    def ineffective_values(self):
+        if self.mhc_alpha_init == 0:
+            yield (
+                "mhc_alpha_init=0: in a new model neither these factors nor the projection, which starts at zero, "
+                "ever have a gradient, so that its maps stay constants."
+            )
 
 
 CONFIGURATIONS = ConfigurationClasses(

@@ -31,6 +31,8 @@ class ValueResidualFields(DepthMixingFields):
     ```
     """
 
+    start_fields = ("value_residual_init",)
+
     value_residual_init: Literal["equal", "identity"] = field(
         default="equal", metadata={"help": "what the two weights start at: 0.5 and 0.5, or 0 and 1"}
     )

@@ -34,6 +34,8 @@ CHUNK_BYTES = 2**20
 # a text of a checkpoint that is larger is not one: the largest tokenizers and indices have tens of megabytes
 TEXT_LIMIT = 128 * 2**20
 _JSON_DEPTH = 100
+# of weights: the largest checkpoints have some hundred
+_MOST_FILES = 10_000
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _SIZE = re.compile(r"\s*(\d*\.?\d+)\s*([KMGT]?)B?\s*", re.IGNORECASE)
 _SIZE_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -142,6 +144,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     elif index is not None:
         weight_map = _read_index(index)
         names = sorted(set(weight_map.values()))
+        if len(names) > _MOST_FILES:
+            raise ConversionError(f"{index} lists {len(names)} files, and no checkpoint has more than {_MOST_FILES}.")
         paths = {name: find_file(folder, name) for name in names}
         raise_problems(
             f"{index} lists files that are not there",

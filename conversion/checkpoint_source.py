@@ -30,12 +30,11 @@ TOKENIZER_FILES = (
     "merges.txt",
 )
 CHAT_TEMPLATE_FOLDER = "additional_chat_templates"
+# what the host reads besides configuration and weights, chat templates in a folder excepted
+READ_FILES = (GENERATION_CONFIG_FILE, *TOKENIZER_FILES, "chat_template.jinja", "chat_template.json")
 # files that belong to a checkpoint besides its weights; code and pickled files never travel
 COMPANION_FILES = (
-    GENERATION_CONFIG_FILE,
-    *TOKENIZER_FILES,
-    "chat_template.jinja",
-    "chat_template.json",
+    *READ_FILES,
     "LICENSE",
     "LICENSE.md",
     "LICENSE.txt",

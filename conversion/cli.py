@@ -9,7 +9,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
-from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
@@ -18,6 +17,7 @@ from depthmix.hub import users_references, write_in_place, write_remote_code
 from depthmix.version import __version__
 
 from .checkpoint_io import read_json
+from .checkpoint_source import expand_path
 from .code_check import own_model_type, verify_code
 from .converter import DTYPES, TARGETS, convert, inspect_checkpoint
 from .errors import ConversionError
@@ -148,7 +148,7 @@ def _make_parser() -> argparse.ArgumentParser:
         "bundle", help="add the code to a saved model", description="Adds this version's code to a saved model."
     )
     command.set_defaults(run=_bundle)
-    command.add_argument("directory", metavar="DIR", type=Path, help="folder of a saved depthmix model")
+    command.add_argument("folder", metavar="DIR", help="folder of a saved depthmix model")
 
     command = commands.add_parser(
         "verify",
@@ -229,7 +229,8 @@ def _plot(model: str, text: str, output: str, tokens: int, importance: bool) -> 
         raise ConversionError(str(error)) from error
 
 
-def _bundle(directory: Path) -> str:
+def _bundle(folder: str) -> str:
+    directory = expand_path(folder, "folder")
     if not directory.is_dir():
         raise ConversionError(f"{directory} is not a folder. Give the folder that holds a saved model.")
     config_path = directory / "config.json"

@@ -11,23 +11,45 @@ from pathlib import Path
 from typing import Any
 
 from depthmix.auto import AUTO_MAPS
-from depthmix.hub import MANIFEST, collect_remote_code, hash_code, own_versions
+from depthmix.hub import MANIFEST, OWN_MARK, collect_remote_code, hash_code, own_versions
 from depthmix.releases import released_hashes
 from depthmix.version import __version__
 
-from .checkpoint_io import PICKLE_SUFFIXES, find_file, read_json
-from .checkpoint_source import CONFIG_FILE, GENERATION_CONFIG_FILE
+from .checkpoint_io import (
+    INDEX_FILE,
+    PICKLE_SUFFIXES,
+    SINGLE_FILE,
+    check_text_size,
+    find_file,
+    read_json,
+    read_text,
+)
+from .checkpoint_source import CONFIG_FILE, GENERATION_CONFIG_FILE, expand_path
 from .errors import ConversionError, raise_problems
 from .plain_text import printable
 from .travelling_files import HUB_GENERATION
 
 
-_CODE_SUFFIXES = (".py", ".pyc", ".pyo", ".pyw", ".pyd", ".so", ".dll", ".dylib", ".pth", ".ipynb", ".sh")
-_UNSAFE_SUFFIXES = (*PICKLE_SUFFIXES, ".pkl", ".pickle", ".joblib", ".npy", ".npz", ".h5", ".keras", ".msgpack")
+_CODE_SUFFIXES = (
+    *(".py", ".pyc", ".pyo", ".pyw", ".pyd", ".pyx", ".pyz", ".whl", ".egg", ".pth", ".ipynb"),
+    *(".so", ".dll", ".dylib", ".exe", ".node", ".jar", ".wasm", ".cu", ".ptx", ".cubin"),
+    *(".sh", ".bat", ".cmd", ".ps1", ".js", ".rb", ".lua"),
+)
+_UNSAFE_SUFFIXES = (
+    *(*PICKLE_SUFFIXES, ".pkl", ".pickle", ".joblib", ".dill", ".npy", ".npz", ".h5", ".hdf5", ".keras", ".msgpack"),
+    *(".pb", ".pt2", ".ptl", ".torchscript", ".nemo", ".mar"),
+)
+# what can stand behind the suffix that says what a file is
+_AROUND = re.compile(r"(\.(gz|bz2|xz|zst|lz4)|\.index\.json)$")
 # files by which a library takes classes or modules from their names
 _NAMING_FILES = ("adapter_config.json", "modules.json", "model_index.json")
 # keys by which code is named, wherever they stand
-_NAMING_KEYS = ("auto_map", "custom_pipelines", "custom_generate", "auto_mapping", "kernel_config", "init_inputs")
+_NAMING_KEYS = (
+    *("auto_map", "custom_pipelines", "custom_generate", "auto_mapping", "kernel_config", "init_inputs"),
+    "trust_remote_code",
+)
+# texts of a tokenizer's words, of which any may look like a name of code
+_WORD_FILES = ("tokenizer.json", "vocab.json")
 # keys whose value is the name of a stock implementation, or a repository with one
 _CHOOSING_KEYS = ("attn_implementation", "experts_implementation")
 # `repository--module.Class`
@@ -69,25 +91,43 @@ def verify_code(folder: str | os.PathLike) -> CodeCheck:
         [`ConversionError`]: if it is not; the message lists files of code that are edited, missing or not depthmix's,
             keys that name other code, and weights in forms that can run code.
     """
-    folder = Path(folder)
+    return _check_code(expand_path(folder, "folder"), os.fspath(folder))
+
+
+def check_result(folder: Path, source: str) -> None:
+    """
+    Checks a new folder, in which what has travelled from `source` is all that can lead to other code.
+
+    Raises:
+        [`ConversionError`]: as [`verify_code`] does; the message speaks of the source.
+    """
+    _check_code(folder, source, f"What would travel from {source} leads to other code than depthmix's")
+
+
+def _check_code(folder: Path, called: str, title: str | None = None) -> CodeCheck:
     if not folder.is_dir():
         raise ConversionError(f"{folder} is not a folder. Give the folder that holds a saved model.")
     if find_file(folder, CONFIG_FILE) is None:
         raise ConversionError(f"{folder} has no {CONFIG_FILE}.")
     config = read_json(folder / CONFIG_FILE)
-    model_type = own_model_type(config, folder)
-    found = {path.name: hash_code(path.read_bytes()) for path in sorted(folder.glob("*.py")) if path.is_file()}
+    model_type = own_model_type(config, called)
+    found = {path.name: _hash_file(path) for path in sorted(folder.glob("*.py")) if path.is_file()}
     candidates = dict(_known_code(model_type))
     # the one that fits best says what is wrong
     release = min(candidates, key=lambda name: len(set(candidates[name]["files"].items()) ^ set(found.items())))
     expected = candidates[release]
     raise_problems(
-        f"{folder} is not a folder with the code of {release} and no other",
+        title or f"{called} is not a folder with the code of {release} and no other",
         [*_code_problems(folder, expected["files"], found), *_other_problems(folder, expected["auto_map"])],
         limit=50,
     )
     used = {name: digest for name, digest in found.items() if name in expected["files"]}
-    return CodeCheck(str(folder), release, used, {name: found[name] for name in found.keys() - used.keys()})
+    return CodeCheck(called, release, used, {name: found[name] for name in found.keys() - used.keys()})
+
+
+def _hash_file(path: Path) -> str:
+    check_text_size(path)
+    return hash_code(path.read_bytes())
 
 
 def own_code_names() -> set[str]:
@@ -95,7 +135,7 @@ def own_code_names() -> set[str]:
     return {MANIFEST, *(name for auto_map in AUTO_MAPS.values() for name in collect_remote_code(auto_map))}
 
 
-def own_model_type(config: dict[str, Any], place: Path) -> str:
+def own_model_type(config: dict[str, Any], place: str | Path) -> str:
     """
     The model type of a `config.json`, which is one of this package's.
 
@@ -104,6 +144,11 @@ def own_model_type(config: dict[str, Any], place: Path) -> str:
     """
     model_type = config.get("model_type")
     if isinstance(model_type, str) and model_type in AUTO_MAPS:
+        if OWN_MARK not in config:
+            raise ConversionError(
+                f"{place}: model_type is {model_type!r}, as of one of depthmix's, but there is no {OWN_MARK}, which "
+                "these are saved with: this is another model."
+            )
         return model_type
     similar = get_close_matches(str(model_type), AUTO_MAPS, n=3)
     hint = f" Similar ones are {', '.join(similar)}." if similar else ""
@@ -151,17 +196,35 @@ def _other_problems(folder: Path, auto_map: dict[str, str]) -> Iterator[str]:
         # opening a pipe would wait for somebody who writes
         if not path.is_file():
             yield f"{name} is not a regular file"
-        elif path.suffix.lower() in _UNSAFE_SUFFIXES:
+        elif Path(_AROUND.sub("", name.lower())).suffix in _UNSAFE_SUFFIXES:
             yield f"{name} can run code when it is opened"
         elif path.name in _NAMING_FILES:
             yield f"{name} can name code that other libraries import"
-        elif path.suffix.lower() == ".json" and not name.endswith(("tokenizer.json", "vocab.json")):
+        elif path.name == INDEX_FILE:
+            yield from _index_problems(folder, name, path)
+        elif path.suffix.lower() == ".json" and name not in _WORD_FILES:
             yield from _pointers(name, path, auto_map)
+
+
+def _index_problems(folder: Path, name: str, path: Path) -> Iterator[str]:
+    """The host library opens whatever file an index names."""
+    try:
+        weight_map = read_json(path).get("weight_map")
+    except ConversionError as error:
+        yield f"{name} cannot be read: {error}"
+        return
+    if not isinstance(weight_map, dict):
+        yield f"{name} has no weight_map"
+        return
+    for file in sorted({str(file) for file in weight_map.values()}):
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            yield f"{name} names {file!r}, which is not a safetensors file of the folder"
 
 
 def _pointers(name: str, path: Path, auto_map: dict[str, str]) -> Iterator[str]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_text(path))
+    # a `ConversionError` is a `ValueError`
     except (OSError, ValueError, RecursionError) as error:
         yield f"{name} cannot be read: {error}"
         return
@@ -174,6 +237,8 @@ def _pointers(name: str, path: Path, auto_map: dict[str, str]) -> Iterator[str]:
             if auto_map.get(auto_class) != reference:
                 yield f"{name}: auto_map of {auto_class} names {reference!r}, which is not depthmix's"
         yield from (f"{name}: auto_map has no {auto_class}" for auto_class in auto_map.keys() - saved.keys())
+        if content.get("transformers_weights") not in (None, SINGLE_FILE):
+            yield f"{name}: transformers_weights is {content['transformers_weights']!r}, another file of weights"
     if name == GENERATION_CONFIG_FILE:
         if not isinstance(content, dict):
             yield f"{name} must hold an object, not a {type(content).__name__}"

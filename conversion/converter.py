@@ -43,17 +43,25 @@ from .checkpoint_source import (
     COMPANION_FILES,
     CONFIG_FILE,
     GENERATION_CONFIG_FILE,
+    READ_FILES,
     TOKENIZER_CONFIG_FILE,
     expand_path,
     hub_id_of,
     list_entries,
     locate_checkpoint,
 )
-from .code_check import own_code_names, verify_code
+from .code_check import check_result, own_code_names
 from .conversion_target import ConversionTarget, TranslatedConfig
 from .errors import ConversionError
 from .model_card import make_model_card, read_card_metadata
-from .output_folder import check_apart, check_destination, check_model_only, clear_leftovers, staged_folder
+from .output_folder import (
+    check_apart,
+    check_destination,
+    check_model_only,
+    check_space,
+    clear_leftovers,
+    staged_folder,
+)
 from .plain_text import hidden_tokens, one_line, without_token
 from .reports import (
     CheckpointDescription,
@@ -62,7 +70,6 @@ from .reports import (
     describe_dtypes,
     describe_sources,
     describe_start,
-    format_bytes,
     own_fields,
 )
 from .source_configs import config_errors, read_own
@@ -124,7 +131,8 @@ def convert(
         shard_size (`int` or `str`, *optional*, defaults to `"5GB"`):
             Most bytes of tensors per file: a number above 0, or text such as `"5GB"`.
         push_to_hub (`str`, *optional*):
-            Hub repository that the finished folder is uploaded to. It is created if it is not there.
+            Hub repository that the finished folder is uploaded to. It is created if it is not there. Weights, code and
+            files of the tokenizer and for generation that are there from before, and not in the folder, are deleted.
         private (`bool`, *optional*, defaults to `False`):
             Make that repository a private one. A public one that is there already is refused.
         revision (`str`, *optional*):
@@ -249,7 +257,7 @@ def convert(
                 deque(write.chunks(), maxlen=0)
         return report
 
-    _check_space(dest, report.nbytes + sum(path.stat().st_size for path in companions.values()))
+    check_space(dest, report.nbytes + sum(path.stat().st_size for path in companions.values()))
     check_replaced = partial(check_model_only, code_files=own_files)
     with staged_folder(dest, overwrite, check_replaced, more_follows=push_to_hub is not None) as staging:
         write_checkpoint(staging, shards, progress)
@@ -268,7 +276,7 @@ def convert(
         (staging / CARD_FILE).write_text(card, encoding="utf-8")
         report.files = sorted(path.relative_to(staging).as_posix() for path in staging.rglob("*") if path.is_file())
         # nothing but this version's code must be reachable from what others will load
-        verify_code(staging)
+        check_result(staging, os.fspath(source))
         # writing takes long, and something may have been put there
         if overwrite:
             check_destination(dest, overwrite, own_files)
@@ -494,15 +502,6 @@ def _tokenizer_warnings(tokenizer: SourceTokenizer) -> list[str]:
     ]
 
 
-def _check_space(dest: Path, nbytes: int) -> None:
-    existing = next(parent for parent in dest.resolve().parents if parent.is_dir())
-    free = shutil.disk_usage(existing).free
-    if free < nbytes:
-        raise ConversionError(
-            f"{existing} has {format_bytes(free)} free, and {format_bytes(nbytes)} are to be written."
-        )
-
-
 def _legacy_generation_config(
     source_config: dict[str, Any], config: PreTrainedConfig, companions: dict[str, Path]
 ) -> dict[str, str]:
@@ -554,12 +553,10 @@ def _push(dest: Path, repo_id: str, token: str | bool | None, private: bool) -> 
         # one that was there already keeps its visibility
         if private and not api.model_info(repo_id).private:
             raise ConversionError("it is there already and is public, and private was asked for.")
-        # weights of an earlier upload must not stay beside the new ones
+        # weights of an earlier upload must not stay beside the new ones, nor what the host would read besides
+        earlier = [*WEIGHT_FILES, *READ_FILES, f"{CHAT_TEMPLATE_FOLDER}/*.jinja", *sorted(own_code_names())]
         api.upload_folder(
-            repo_id=repo_id,
-            folder_path=dest,
-            commit_message="Convert with depthmix",
-            delete_patterns=list(WEIGHT_FILES),
+            repo_id=repo_id, folder_path=dest, commit_message="Convert with depthmix", delete_patterns=earlier
         )
     # without a network the errors are those of the Hub client's HTTP library
     except Exception as error:

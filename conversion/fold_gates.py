@@ -2,6 +2,7 @@
 """Checkpoints whose gates are all open, written without gates: the same function, in the published form."""
 
 import json
+import logging
 import os
 import shutil
 
@@ -19,11 +20,21 @@ from .checkpoint_io import (
     write_checkpoint,
 )
 from .checkpoint_source import CARD_FILE, CHAT_TEMPLATE_FOLDER, COMPANION_FILES, CONFIG_FILE, expand_path
-from .code_check import own_code_names, verify_code
+from .code_check import check_result, own_code_names
 from .errors import ConversionError
-from .output_folder import check_apart, check_destination, check_model_only, staged_folder
+from .output_folder import (
+    check_apart,
+    check_destination,
+    check_model_only,
+    check_space,
+    clear_leftovers,
+    staged_folder,
+)
+from .plain_text import printable
 from .source_configs import read_own
 
+
+logger = logging.getLogger(__name__)
 
 # the field that says whether there are gates, by the method's
 _FIELDS = ("depth_gate", "moda_gate")
@@ -63,6 +74,8 @@ def fold_gates(folder: str | os.PathLike, dest: str | os.PathLike, *, overwrite:
         raise ConversionError(f"{config_path}: must be of a model with gates ({' or '.join(_FIELDS)}: true).")
     own_files = own_code_names()
     check_apart(dest, source)
+    for remark in clear_leftovers(dest, own_files):
+        logger.warning(printable(remark))
     check_destination(dest, overwrite, own_files)
 
     stored = open_checkpoint(source).tensors
@@ -78,6 +91,8 @@ def fold_gates(folder: str | os.PathLike, dest: str | os.PathLike, *, overwrite:
     folded = type(config).from_dict(values)
     templates = (f"{CHAT_TEMPLATE_FOLDER}/{path.name}" for path in (source / CHAT_TEMPLATE_FOLDER).glob("*.jinja"))
     companions = {name: find_file(source, name) for name in (*COMPANION_FILES, *templates, CARD_FILE)}
+    written_bytes = [write.nbytes for write in writes] + [path.stat().st_size for path in companions.values() if path]
+    check_space(dest, sum(written_bytes))
     with staged_folder(dest, overwrite, lambda replaced: check_model_only(replaced, own_files)) as staging:
         write_checkpoint(staging, shards, progress=False)
         verify_checkpoint(staging, shards)
@@ -93,7 +108,7 @@ def fold_gates(folder: str | os.PathLike, dest: str | os.PathLike, *, overwrite:
         # the class of the model, and what is no field
         carried = {key: value for key, value in content.items() if key not in written}
         (staging / CONFIG_FILE).write_text(json.dumps(carried | written, indent=2) + "\n", encoding="utf-8")
-        verify_code(staging)
+        check_result(staging, str(source))
     return gates
 
 

@@ -18,6 +18,7 @@ from depthmix.hub import UNFINISHED_FILE
 
 from .checkpoint_source import foreign_entries
 from .errors import ConversionError, raise_problems
+from .reports import format_bytes
 
 
 try:
@@ -91,6 +92,19 @@ def check_apart(dest: Path, source: Path) -> None:
     dest, source = dest.resolve(), source.resolve()
     if dest.is_relative_to(source) or source.is_relative_to(dest):
         raise ConversionError(f"The destination {dest} and the source {source} must be separate folders.")
+
+
+def check_space(dest: Path, nbytes: int) -> None:
+    """
+    Raises:
+        [`ConversionError`]: if there is not room for so many bytes where `dest` is to be.
+    """
+    existing = next(parent for parent in dest.resolve().parents if parent.is_dir())
+    free = shutil.disk_usage(existing).free
+    if free < nbytes:
+        raise ConversionError(
+            f"{existing} has {format_bytes(free)} free, and {format_bytes(nbytes)} are to be written."
+        )
 
 
 def clear_leftovers(dest: Path, code_files: Collection[str]) -> list[str]:

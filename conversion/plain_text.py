@@ -18,10 +18,11 @@ from huggingface_hub import get_token
 # of one line; a shard's name, a path or a list of options fits
 LINE_LIMIT = 2000
 _HIDDEN = "hf_***"
-# what has the form of a secret, and what stands before it and tells that it is one
+# what has the form of a secret, and what stands before it and tells that it is one. In a text that Python has escaped,
+# what stands before a word can end in a letter
 _SECRET = re.compile(
     r"""
-    \b(?:hf|api_org)_[a-z0-9_-]{6,}(?:\.[a-z0-9_-]+)*
+    (?:\b|(?<=\\[nrt])|(?<=\\x[0-9a-f]{2})|(?<=\\u[0-9a-f]{4}))(?:hf|api_org)_[a-z0-9_-]{6,}(?:\.[a-z0-9_-]+)*
     | (?<=://)(?:[^\s/@]*:\S*|[^\s/@]+)(?=@)
     | (?P<before>
         \bbearer(?:\ |%20)

@@ -226,7 +226,8 @@ def own_fields(config: PreTrainedConfig) -> dict[str, Any]:
 def describe_config_changes(stock_config: PreTrainedConfig, config: PreTrainedConfig) -> list[str]:
     """Fields that differ, that the result does not have, and that are the target's own."""
     before, after, own = stock_config.to_dict(), config.to_dict(), own_fields(config)
-    ignored = {"transformers_version", "auto_map"}
+    # what a file is, of which the model type says enough
+    ignored = {"transformers_version", "auto_map", "architectures"}
     changes = [f"{key}: {value!r} dropped" for key, value in before.items() if key not in after and key not in ignored]
     for key, value in after.items():
         if key in before and before[key] != value and key not in ignored:

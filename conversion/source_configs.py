@@ -14,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from depthmix.auto import AUTO_MAPS, auto_classes
 from depthmix.configuration.configuration_depth_common import check_decoder_shape, shown
 from depthmix.configuration.depth_backbones import Backbone
+from depthmix.hub import OWN_MARK
 
 from .errors import ConversionError
 from .plain_text import one_line
@@ -101,7 +102,7 @@ def read_own(source: dict[str, Any], path: Path) -> PreTrainedConfig | None:
         [`ConversionError`]: for values that the model refuses.
     """
     model_type = source.get("model_type")
-    if not isinstance(model_type, str) or model_type not in AUTO_MAPS:
+    if not isinstance(model_type, str) or model_type not in AUTO_MAPS or OWN_MARK not in source:
         return None
     with config_errors(f"{path}: "):
         config_class: Any = auto_classes(model_type)["AutoConfig"]

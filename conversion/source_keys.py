@@ -87,9 +87,14 @@ REFUSED_KEYS = {key: (change, neutral) for change, neutral, keys in _REFUSALS fo
 
 def refused_keys(declared: set[str], source: dict[str, Any]) -> dict[str, str]:
     """Keys with a value that changes the function and cannot be carried, and what they stand for."""
+    refusals = dict(REFUSED_KEYS)
+    if source.get("model_type") == "mistral":
+        # the host's Auto classes take a Mistral that has this key for a Ministral, whose layers it is followed in
+        windowed = source.get("sliding_window", 0) is not None
+        refusals["layer_types"] = ("layers of a Ministral", ("sliding_attention" if windowed else "full_attention",))
     return {
         key: change
-        for key, (change, neutral) in REFUSED_KEYS.items()
+        for key, (change, neutral) in refusals.items()
         if key in source
         and (key not in declared or key in _DECLARED_BUT_REFUSED)
         and not _is_neutral(key, source[key], neutral)

@@ -12,6 +12,7 @@ from typing import Any
 
 from depthmix.configuration.depth_backbones import BACKBONES
 from depthmix.families import FAMILIES
+from depthmix.hub import OWN_MARK
 
 from .errors import ConversionError
 
@@ -50,7 +51,11 @@ def recognise_layout(config: dict[str, Any], tensor_names: Collection[str]) -> t
     for layout in LAYOUTS:
         if evidence := layout.recognise(config, tensor_names):
             return layout, evidence
-    return UNKNOWN_LAYOUT, [f"model_type is {config.get('model_type')!r}"]
+    model_type = config.get("model_type")
+    evidence = f"model_type is {model_type!r}"
+    if isinstance(model_type, str) and model_type in FAMILIES:
+        evidence += f", without {OWN_MARK}, which every model of depthmix has"
+    return UNKNOWN_LAYOUT, [evidence]
 
 
 def read_switch(config: dict[str, Any], key: str) -> bool | None:
@@ -69,6 +74,14 @@ def read_switch(config: dict[str, Any], key: str) -> bool | None:
 def _model_type(model_type: str) -> RecogniseFn:
     def recognise(config, tensor_names):
         return [f"model_type is {model_type!r}"] if config.get("model_type") == model_type else []
+
+    return recognise
+
+
+def _own(model_type: str) -> RecogniseFn:
+    def recognise(config, tensor_names):
+        # others' models may have the same type
+        return _model_type(model_type)(config, tensor_names) if OWN_MARK in config else []
 
     return recognise
 
@@ -247,7 +260,7 @@ def common_refusals(method: str, mixing: str, release: str) -> dict[str, str]:
 UNKNOWN_LAYOUT = SourceLayout("unknown", "a model that depthmix does not know", lambda config, tensor_names: [])
 
 LAYOUTS = (
-    *(SourceLayout(name, f"{family.prefix} (depthmix)", _model_type(name)) for name, family in FAMILIES.items()),
+    *(SourceLayout(name, f"{family.prefix} (depthmix)", _own(name)) for name, family in FAMILIES.items()),
     SourceLayout("released_attnres_block", "the released code's AttnRes without recency bias", _attnres_without_bias),
     *(SourceLayout(name, title, _released_baseline(name)) for name, (title, *_) in _RELEASED_BASELINES.items()),
     SourceLayout("attention_residuals", "another form of Attention Residuals", _other_attention_residuals),

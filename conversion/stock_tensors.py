@@ -31,7 +31,7 @@ def has_stock_tensors(checkpoint: Checkpoint, weight_map: WeightMap, config: Any
     for name, stored in checkpoint.tensors.items():
         target_name = weight_map.to_target(name)
         if target_name is not None:
-            if target_name in found or stored.dtype not in FLOAT_DTYPES:
+            if target_name not in expected or target_name in found or stored.dtype not in FLOAT_DTYPES:
                 return False
             found[target_name] = stored.shape
     return found == expected

@@ -3,6 +3,7 @@
 
 import re
 from dataclasses import dataclass
+from functools import cache
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,16 @@ def _rename(name: str, renames: tuple[tuple[str, str], ...]) -> str:
 
 
 def _match(pattern: str, name: str) -> re.Match | None:
+    return _compiled(pattern).fullmatch(name)
+
+
+# a checkpoint with many experts has a hundred thousand names, each of which is compared with each pattern
+@cache
+def _compiled(pattern: str) -> re.Pattern:
     expression = re.escape(pattern)
     for placeholder, matched in (("{layer}", r"(?P<layer>\d+)"), ("{rest}", r"(?P<rest>.+)")):
         expression = expression.replace(re.escape(placeholder), matched)
-    return re.fullmatch(expression, name)
+    return re.compile(expression)
 
 
 # buffers that old versions of transformers saved; they are computed from the config

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from depthmix.families import FAMILIES, Family
-from depthmix.hub import refuse_foreign_configurations, refuse_foreign_tensors, ship_remote_code
+from depthmix.hub import refuse_foreign_configurations, ship_remote_code
 from depthmix.late_registration import HEADS
 
 
@@ -67,9 +67,3 @@ def prepare_configuration(config_class: type, family: Family) -> None:
     """What every configuration class of this package does that its code in a saved model does not."""
     refuse_foreign_configurations(config_class, family.auto_map)
     ship_remote_code(config_class, family.auto_map)
-
-
-def prepare_models(classes: dict[str, type], family: Family) -> None:
-    """What every model class of this package does that its code in a saved model does not; `classes` are by name."""
-    for ending in HEADS.values():
-        refuse_foreign_tensors(classes[f"{family.prefix}{ending}"])

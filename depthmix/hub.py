@@ -20,11 +20,10 @@ import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from types import MethodType
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from transformers import PreTrainedConfig
 from transformers.utils import CONFIG_NAME
@@ -33,13 +32,13 @@ from depthmix.releases import released_hashes
 from depthmix.version import __version__
 
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-
 logger = logging.getLogger(__name__)
 
 MANIFEST = "depthmix_code.json"
+# the field by which a saved configuration of this package is told from other people's of the same model type
+OWN_MARK = "depth_impl"
+# no file of code is larger, nor the list of them: what is there under such a name may be anything
+_CODE_LIMIT = 2**24
 # the name of a file that is being written
 UNFINISHED_FILE = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 BUNDLED_FOLDERS = ("configuration", "modeling", "kernels")
@@ -125,8 +124,12 @@ def hash_code(code: str | bytes) -> str:
 
 def read_manifest(folder: Path) -> dict[str, str]:
     """The files that a folder's list names, with their hashes; empty if there is no such list."""
+    path = folder / MANIFEST
+    # opening a pipe would wait for somebody who writes
+    if not path.is_file() or path.stat().st_size > _CODE_LIMIT:
+        return {}
     try:
-        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        files = json.loads(path.read_text(encoding="utf-8"))["files"]
         return {str(name): str(digest) for name, digest in files.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return {}
@@ -184,8 +187,8 @@ def _edited_files(folder: Path, files: dict[str, str]) -> list[str]:
         path = folder / name
         if path.is_symlink() or not path.is_file():
             continue
-        digest = hash_code(path.read_bytes())
-        if digest not in {hash_code(code), listed.get(name)} and digest not in own_versions(name):
+        digest = hash_code(path.read_bytes()) if path.stat().st_size <= _CODE_LIMIT else None
+        if digest is None or (digest not in {hash_code(code), listed.get(name)} and digest not in own_versions(name)):
             edited.append(name)
     return edited
 
@@ -276,28 +279,6 @@ def refuse_foreign_configurations(config_class: type[PreTrainedConfig], auto_map
     setattr(config_class, from_dict.__name__, classmethod(from_dict))
 
 
-def refuse_foreign_tensors(model_class: "type[PreTrainedModel]") -> None:
-    """Makes a model class refuse a checkpoint of which no tensor is one of its own: the model would be random."""
-    original = cast(MethodType, model_class.from_pretrained)
-    if getattr(original, "refuses_foreign_tensors", None) is model_class:
-        return
-
-    @functools.wraps(original.__func__)
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info=False, **kwargs):
-        model, info = original.__func__(cls, pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
-        others, missing = sorted(info["unexpected_keys"]), set(info["missing_keys"])
-        if others and all(name in missing for name, _ in model.named_parameters()):
-            shown = ", ".join(repr(name)[:100] for name in others[:3])
-            raise ValueError(
-                f"{str(pretrained_model_name_or_path)!r} has {len(others)} tensors, and {cls.__name__} has none of "
-                f"these names ({shown}, ...). It is the checkpoint of another model."
-            )
-        return (model, info) if output_loading_info else model
-
-    vars(from_pretrained)["refuses_foreign_tensors"] = model_class
-    setattr(model_class, from_pretrained.__name__, classmethod(from_pretrained))
-
-
 def _foreign_code(
     config_dict: dict, own_files: Callable[[], Collection[str]], config_class: type[PreTrainedConfig]
 ) -> str | None:
@@ -307,11 +288,9 @@ def _foreign_code(
         return None
     foreign = users_references(saved, own_files())
     is_foreign = "AutoConfig" in foreign if "AutoConfig" in saved else len(foreign) == len(saved)
-    # other people's files may have the same names; our configurations always have their own fields
-    backbone = next(base for base in config_class.__mro__ if base.__module__.startswith("transformers."))
-    own_fields = {each.name for each in fields(config_class)} - {each.name for each in fields(backbone)}
-    if not is_foreign and own_fields.isdisjoint(config_dict):
-        return f"{str(saved)[:200]!r} and none of its fields is among {', '.join(sorted(own_fields))}"
+    # other people's files and fields may have the same names; this field is in every configuration of ours
+    if not is_foreign and OWN_MARK not in config_dict:
+        return f"{str(saved)[:200]!r} and it has no {OWN_MARK}, which {config_class.__name__} is saved with"
     return f"{str(foreign)[:200]!r}" if is_foreign else None
 
 

@@ -118,44 +118,26 @@ def _complete_tables(module: ModuleType) -> None:
 
 
 def _prepare_configurations(module: ModuleType) -> None:
-    def prepare(made: type, family: Any) -> None:
-        from depthmix.auto import prepare_configuration
-
-        prepare_configuration(made, family)
-
-    _call_with_made(module.ConfigurationClasses, "_make", prepare)
-
-
-def _prepare_models(module: ModuleType) -> None:
-    def prepare(made: dict[str, type], family: Any) -> None:
-        from depthmix.auto import prepare_models
-
-        prepare_models(made, family)
-
-    _call_with_made(module.ModelClasses, "make", prepare)
-
-
-def _call_with_made(maker: type, method: str, prepare: Callable[[Any, Any], None]) -> None:
-    """Makes a method that makes classes on a backbone call `prepare` with them and with their family."""
-    original = getattr(maker, method)
+    """Makes the maker of configuration classes prepare each that it makes."""
+    original = module.ConfigurationClasses._make
     if hasattr(original, "prepares_classes"):
         return
 
     @functools.wraps(original)
     def make(self, backbone):
+        from depthmix.auto import prepare_configuration
         from depthmix.families import family_of
 
         made = original(self, backbone)
-        prepare(made, family_of(getattr(self, "configurations", self), backbone))
+        prepare_configuration(made, family_of(self, backbone))
         return made
 
     vars(make)["prepares_classes"] = True
-    setattr(maker, method, make)
+    module.ConfigurationClasses._make = make
 
 
 _PARTS = {
     "depthmix.configuration.depth_backbones": _prepare_configurations,
-    "depthmix.modeling.depth_decoder": _prepare_models,
     "transformers.models.auto.configuration_auto": _register_configurations,
     "transformers.models.auto.modeling_auto": _register_models,
     "transformers.trainer": _complete_tables,

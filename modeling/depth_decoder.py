@@ -11,6 +11,7 @@ activation checkpointing, offloading and FSDP see tensors only; they copy or det
 
 import functools
 import logging
+import re
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -50,6 +51,7 @@ from .lean_loss import (
     skips_logits,
 )
 from .lent_weights import DepthRMSNorm, apply_norm
+from .mixing_modules import MixingModule
 from .prompt_chunks import cuts_long_prompts
 from .transformers_versions import HOST_CACHE_NAME, accepts_both_cache_names, slice_logits_to_keep
 
@@ -389,10 +391,11 @@ class DepthCausalLM(Base):
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         enter_table(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, cls)
-        # where a model finds its loss by the name of its class
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config)
+        # the host library takes it from the name of the class, which of a subclass can be any
+        self.loss_type = self.loss_type or "ForCausalLM"
         self.model = self.model_class(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -520,6 +523,7 @@ class DepthSequenceClassification(GenericForSequenceClassification, Base):
     def __init__(self, config: PreTrainedConfig):
         # the generic constructor would look the base model up in the Auto classes, where remote code is not registered
         PreTrainedModel.__init__(self, config)
+        self.loss_type = self.loss_type or "ForSequenceClassification"
         self.num_labels = config.num_labels
         self.model = self.model_class(config)
         self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
@@ -585,15 +589,20 @@ class DepthPreTrainedModel(Base):
         As for every model of the host library.
 
         Raises:
-            `ValueError`: for a value of a field with which the model would not have the tensors of the checkpoint.
+            `ValueError`: for a value of a field with which the model would not have the tensors of the checkpoint, or
+                read other layers than it was trained with; or if the checkpoint is that of another model.
         """
+        saved: dict[str, Any] = {}
         if kwargs.get("state_dict") is None and kwargs.get("gguf_file") is None:
-            check_saved_shapes(cls.config_class, pretrained_model_name_or_path, config, kwargs)
+            saved = read_saved_fields(cls.config_class, pretrained_model_name_or_path, config, kwargs)
+            check_saved_fields(cls.config_class, pretrained_model_name_or_path, saved, config, kwargs)
         asked = kwargs.pop("output_loading_info", False)
         model, found = super().from_pretrained(
             pretrained_model_name_or_path, *model_args, config=config, output_loading_info=True, **kwargs
         )
-        check_gates(pretrained_model_name_or_path, found)
+        check_tensors(pretrained_model_name_or_path, saved, model, found)
+        check_gates(pretrained_model_name_or_path, model, found)
+        warn_of_starts(pretrained_model_name_or_path, saved, model)
         return (model, found) if asked else model
 
     @torch.no_grad()
@@ -607,45 +616,117 @@ class DepthPreTrainedModel(Base):
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
 
 
-def check_saved_shapes(config_class: Any, source: Any, config: Any, overrides: dict[str, Any]) -> None:
+def read_saved_fields(config_class: Any, source: Any, config: Any, overrides: dict[str, Any]) -> dict[str, Any]:
+    """The configuration beside the weights of a checkpoint, as it is in the file; empty if there is none."""
+    if source is None or not (config is None or isinstance(config, PreTrainedConfig)):
+        return {}
+    try:
+        place = {name: overrides[name] for name in _HUB_ARGUMENTS if name in overrides}
+        saved, _ = config_class.get_config_dict(source, **place)
+    # the host library reports what is not there, or cannot be read
+    except (OSError, ValueError):
+        return {}
+    return saved
+
+
+def check_saved_fields(
+    config_class: Any, source: Any, saved: dict[str, Any], config: Any, overrides: dict[str, Any]
+) -> None:
     """
     Compares what is asked for with what a checkpoint was saved with.
 
     Raises:
-        `ValueError`: for a field that decides which parameters there are, or of which shape, with another value.
+        `ValueError`: for a field that decides which parameters there are, or of which shape, or which layers are read,
+            with another value.
     """
-    given = config if isinstance(config, PreTrainedConfig) else None
-    if source is None or (given is None and config is not None):
+    if not saved:
         return
-    try:
-        found = {name: overrides[name] for name in _HUB_ARGUMENTS if name in overrides}
-        saved, _ = config_class.get_config_dict(source, **found)
-    # the host library reports what is not there, or cannot be read
-    except (OSError, ValueError):
-        return
+
+    def asked(name: str, otherwise: Any) -> Any:
+        return overrides.get(name, otherwise if config is None else getattr(config, name, otherwise))
+
     names = getattr(config_class, "decoder_shape_fields", ())
+    defaults = config_class.__dataclass_fields__
     # a vanilla checkpoint has no tensors of the method
     if saved.get("model_type") == config_class.model_type:
         names = (*names, *getattr(config_class, "shape_fields", ()))
-    defaults = config_class.__dataclass_fields__
     for name in names:
         before = saved.get(name, defaults[name].default)
-        value = overrides.get(name, before if given is None else getattr(given, name, before))
+        value = asked(name, before)
         # None stands for the value of another field
         if before is not None and value is not None and value != before:
             raise ValueError(
                 f"{name}={value!r}: must be {before!r}, with which {source} was saved, since its tensors are those of "
                 "such a model. Convert the vanilla checkpoint with another value, or build a new model."
             )
+    layers, loops = saved.get("num_hidden_layers"), saved.get("num_loops", 1)
+    if loops != 1 and (value := asked("num_hidden_layers", layers)) != layers:
+        raise ValueError(
+            f"num_hidden_layers={value!r}: must be {layers!r}, with which {source} was saved: in a looped model "
+            f"(num_loops={loops!r}) sources are counted over all passes, and would be other layers."
+        )
 
 
-def check_gates(source: Any, found: Mapping[str, Any]) -> None:
+def warn_of_starts(source: Any, saved: dict[str, Any], model: PreTrainedModel) -> None:
+    """Says which values only a new model takes notice of, where they are others than the checkpoint was saved with."""
+    config: Any = model.config
+    if saved.get("model_type") != model.config_class.model_type:
+        return
+    # these have been said when the model was built
+    said = [remark for remark in config.ineffective_values() if "has no effect" in remark]
+    for name in config.start_fields:
+        before, value = saved.get(name, config.__dataclass_fields__[name].default), getattr(config, name)
+        if value != before and not any(remark.startswith(f"{name}=") for remark in said):
+            logger.warning(
+                f"{name}={value!r} has no effect: a new model starts with it, and {source} has weights. They started "
+                f"with {before!r}."
+            )
+
+
+def check_tensors(source: Any, saved: dict[str, Any], model: PreTrainedModel, found: Mapping[str, Any]) -> None:
     """
     Raises:
-        `ValueError`: if a checkpoint has gates that the model does not have, so that its mixing would be open where
-            they may be closed. `found` is what the host library says of loading.
+        `ValueError`: if the tensors are those of another model, of which this one has some names, or the same model
+            type. `found` is what the host library says of loading, and `saved` the configuration beside the tensors.
     """
-    dropped = sorted(name for name in found["unexpected_keys"] if ".depth_gate." in name)
+    others, missing = sorted(found["unexpected_keys"]), set(found["missing_keys"])
+    if not others:
+        return
+    reason = None
+    # of another head's model everything but the head is read
+    is_body = any(name.split(".")[0] not in ("lm_head", "score") for name in others)
+    if all(name in missing for name, _ in model.named_parameters()):
+        reason = f"{type(model).__name__} has none of these names"
+    elif is_body and saved.get("model_type") == model.config_class.model_type:
+        mixing = [
+            f"{prefix}.{name}"
+            for prefix, module in model.named_modules()
+            if isinstance(module, MixingModule) and not module.is_gate
+            for name, _ in module.named_parameters(recurse=False)
+        ]
+        lacking = [name for name in mixing if name in missing]
+        if lacking:
+            reason = f"not {lacking[0]}, of {len(lacking)} by which {type(model).__name__} mixes layers"
+        # every model of this package is saved with it
+        elif "depth_impl" not in saved:
+            reason = f"its config.json has no depth_impl, which {type(model.config).__name__} is saved with"
+    if reason is not None:
+        shown = ", ".join(repr(name)[:100] for name in others[:3])
+        raise ValueError(
+            f"{str(source)!r} has {len(others)} tensors that {type(model).__name__} has no place for ({shown}, ...), "
+            f"and {reason}. It is the checkpoint of another model."
+        )
+
+
+def check_gates(source: Any, model: PreTrainedModel, found: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        `ValueError`: if a checkpoint has gates that the layers of the model do not have, so that their mixing would be
+            open where they may be closed. `found` is what the host library says of loading.
+    """
+    gates = [re.fullmatch(r".*layers\.(\d+)\..*\.depth_gate\..*", name) for name in sorted(found["unexpected_keys"])]
+    # those of layers that are cut off are not missed
+    dropped = [gate[0] for gate in gates if gate is not None and int(gate[1]) < model.config.num_hidden_layers]
     if dropped:
         raise ValueError(
             f"{source} has {dropped[0]}, of {len(dropped)} gates that a model with this configuration does not have. "

@@ -65,7 +65,7 @@ class MHCConnection(MixingModule):
         super().__init__()
         check_implementation(config.depth_impl, "hyper_connection_read")
         self.impl = config.depth_impl
-        streams, self.alpha_start = config.mhc_num_streams, config.mhc_alpha_init
+        streams, self.alpha_start = config.mhc_num_streams, float(config.mhc_alpha_init)
         self.eps = config.rms_norm_eps
         self.iterations = config.mhc_sinkhorn_iters
         self.order = config.mhc_sinkhorn_order
@@ -73,7 +73,7 @@ class MHCConnection(MixingModule):
         self.projection = nn.Parameter(torch.zeros(streams * (streams + 2), streams * config.hidden_size))
         # of shape [1], since FSDP2 shards no scalars
         self.alpha_pre, self.alpha_post, self.alpha_residual = (
-            nn.Parameter(torch.full((1,), float(self.alpha_start), dtype=mixing_dtype())) for _ in range(3)
+            nn.Parameter(torch.full((1,), self.alpha_start, dtype=mixing_dtype())) for _ in range(3)
         )
         reads, writes = start_shares(streams)
         self.pre_logits = nn.Parameter(torch.logit(reads))

@@ -26,6 +26,7 @@ HOST_FIELDS = [
     ({"max_position_embeddings": 0}, "max_position_embeddings=0: must be positive"),
     ({"rms_norm_eps": math.nan}, "rms_norm_eps=nan: must be a finite number"),
     ({"rms_norm_eps": math.inf}, "rms_norm_eps=inf: must be a finite number"),
+    ({"rms_norm_eps": 1e39}, "rms_norm_eps=1e+39: must be a finite number, as fp32 has them"),
     ({"rms_norm_eps": -1.0}, "rms_norm_eps=-1.0: must be at least 0"),
     ({"initializer_range": -0.1}, "initializer_range=-0.1: must be at least 0"),
     ({"attention_dropout": 1.5}, "attention_dropout=1.5: must be at most 1"),
@@ -62,6 +63,22 @@ def test_fields_of_the_host(config_class, fields, message, tiny):
     ("config_class", "fields", "message"),
     [
         (MHCConfig, {"mhc_alpha_init": math.nan}, "mhc_alpha_init=nan: must be a finite number"),
+        (MHCConfig, {"mhc_alpha_init": -(10**39)}, "more than 38 digits): must be a finite number, as fp32 has them"),
+        (
+            MoDAOlmo2Config,
+            {"hidden_size": 36, "head_dim": None},
+            "hidden_size=36: must give each of num_attention_heads=4 an even",
+        ),
+        (
+            MoDAOlmo2Config,
+            {"hidden_size": 3, "head_dim": None},
+            "hidden_size=3: must be at least num_attention_heads=4",
+        ),
+        (
+            DepthQwen3Config,
+            {"num_hidden_layers": 10**9, "layer_types": ["full_attention"]},
+            "num_hidden_layers=1000000000: must be at most 4096",
+        ),
         (MHCConfig, {"mhc_sinkhorn_iters": 10**9}, "mhc_sinkhorn_iters=1000000000: must be at most 1000"),
         (MHCConfig, {"mhc_num_streams": 10**6}, "mhc_num_streams=1000000: must be at most 64"),
         (AttnResConfig, {"attnres_recency_bias_init": -math.inf}, "attnres_recency_bias_init=-inf: must be a finite"),
@@ -110,7 +127,12 @@ HOSTILE = {
         ({"decoder_sparse_step": 0}, "decoder_sparse_step=0: must be positive"),
         ({"moe_intermediate_size": -4}, "moe_intermediate_size=-4: must be positive"),
     ],
-    "depth_olmoe": [({"num_experts": -1}, "num_experts=-1: must be at least 0")],
+    "depth_olmoe": [
+        ({"num_experts": -1}, "num_experts=-1: must be at least 0"),
+        ({"clip_qkv": math.nan}, "clip_qkv=nan: must be a finite number"),
+    ],
+    "mhc_mistral": [({"sliding_window": 0}, "sliding_window=0: must be positive where a layer has a window")],
+    "attnres_olmo3": [({"sliding_window": None}, "sliding_window=None: must be positive where a layer has a window")],
     "value_residual_qwen3": [
         ({"layer_types": ["full_attention"] * 5000}, "layer_types has 5000 entries: must have at")
     ],
@@ -119,6 +141,13 @@ HOSTILE = {
         ({"no_rope_layer_interval": 0}, "no_rope_layer_interval=0: must be positive"),
     ],
 }
+
+
+if "attnres_kimi_linear" in FAMILIES:
+    HOSTILE["attnres_kimi_linear"] = [
+        ({"num_experts_per_tok": None}, "num_experts_per_tok=None: must be a whole number where there are experts"),
+        ({"num_attention_heads": 4, "num_key_value_heads": 2}, "num_key_value_heads=2: must be num_attention_heads=4"),
+    ]
 
 
 @pytest.mark.parametrize(

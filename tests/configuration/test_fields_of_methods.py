@@ -162,6 +162,7 @@ def test_a_vanilla_checkpoint_has_no_tensors_of_the_method_yet(tmp_path):
         ("depth_qwen3", {"depth_stride": 0, "depth_window": 2}, "depth_window=2 has no effect"),
         ("attnres", {"attnres_block_size": 100}, "attnres_block_size=100: no block is ever finished in 4 layers"),
         ("attnres", {"attnres_recency_bias_init": 1.0}, "attnres_recency_bias_init=1.0 has no effect"),
+        ("mhc", {"mhc_alpha_init": 0}, "mhc_alpha_init=0: in a new model neither"),
         ("denseformer", {"dwa_dilation": 50}, "dwa_dilation=50: with 4 layers no average reads anything but its own"),
         ("denseformer", {"dwa_period": 50}, "dwa_period=50: none of 4 layers has an average"),
         (
@@ -176,6 +177,110 @@ def test_values_without_effect(model_type, given, remark, caplog):
     assert caplog.text == ""
     build(model_type, **given)
     assert remark in caplog.text
+
+
+def test_a_value_without_effect_is_warned_of_once(caplog, tmp_path):
+    build("depth_qwen3").save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_pretrained(tmp_path, depth_stride=99)
+    assert caplog.text.count("depth_stride=99") == 1
+    # the same model again
+    AutoModelForCausalLM.from_pretrained(tmp_path, depth_stride=99)
+    assert caplog.text.count("depth_stride=99") == 1
+    # without effect for two reasons
+    build("attnres").save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_pretrained(tmp_path, attnres_recency_bias_init=2.0)
+    assert caplog.text.count("attnres_recency_bias_init=2.0") == 1
+
+
+def awake(model_type, **given):
+    model = build(model_type, **given).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1 or not parameter.any():
+                parameter.add_(0.3 * torch.randn(parameter.shape))
+    return model
+
+
+IDS = torch.arange(3, 15)[None]
+
+
+@pytest.mark.parametrize("model_type", SOME)
+def test_every_field_acts_on_a_checkpoint_or_is_warned_of(model_type, tmp_path, caplog):
+    blocks = {"attnres_recency_bias": True, "attnres_block_size": 4}
+    given = blocks if model_type.startswith("attnres") else {}
+    model = awake(model_type, **given)
+    model.save_pretrained(tmp_path)
+    made = config_class(model_type)
+    with torch.no_grad():
+        before = model(IDS).logits
+        for name in own_fields(model_type):
+            if name in ("output_depth_weights", *made.shape_fields, *getattr(made, "decoder_shape_fields", ())):
+                continue
+            caplog.clear()
+            try:
+                after = AutoModelForCausalLM.from_pretrained(tmp_path, **{name: OTHER_VALUES[name]})(IDS).logits
+            except ValueError as error:
+                assert name in str(error)
+                continue
+            said = f"{name}={OTHER_VALUES[name]!r} has no effect: a new model starts with it" in caplog.text
+            assert said == (name in made.start_fields), name
+            # whether weights are trained is seen in training
+            if name != "value_residual_learnable":
+                assert torch.equal(before, after) == said, name
+
+
+def test_a_start_that_comes_too_late(tmp_path, caplog):
+    build("mhc").save_pretrained(tmp_path / "ours")
+    changed = AutoConfig.from_pretrained(tmp_path / "ours", mhc_alpha_init=0.5)
+    said = "mhc_alpha_init=0.5 has no effect: a new model starts with it, and "
+    for given in ({"mhc_alpha_init": 0.5}, {"config": changed}):
+        caplog.clear()
+        AutoModelForCausalLM.from_pretrained(tmp_path / "ours", **given)
+        assert caplog.text.count(said) == 1
+    caplog.clear()
+    AutoModelForCausalLM.from_pretrained(tmp_path / "ours", mhc_alpha_init=0.01)
+    # where it is in time
+    Qwen3ForCausalLM(Qwen3Config(**SIZES)).save_pretrained(tmp_path / "vanilla")
+    model = depthmix.MHCForCausalLM.from_pretrained(tmp_path / "vanilla", mhc_alpha_init=0.5)
+    assert model.model.layers[1].mlp_connection.alpha_pre.item() == 0.5
+    AutoModelForCausalLM.from_config(changed)
+    assert "mhc_alpha_init" not in caplog.text
+
+
+GATED = [("depth_qwen3", {"depth_gate": True}), ("moda_olmo2", {"moda_gate": True})]
+
+
+@pytest.mark.parametrize(("model_type", "given"), [*((each, {}) for each in SOME), *GATED])
+@torch.no_grad()
+def test_last_layers_can_be_cut_off(model_type, given, tmp_path):
+    """The others mix as before: the model is that which leaves early."""
+    model = awake(model_type, **given)
+    model.save_pretrained(tmp_path)
+    shorter = AutoModelForCausalLM.from_pretrained(tmp_path, num_hidden_layers=2)
+    assert len(shorter.model.layers) == 2
+    model.config.num_hidden_layers = 2
+    assert torch.equal(shorter(IDS).logits, model(IDS).logits)
+
+
+def test_layers_that_cannot_be_cut_off_or_added(tmp_path):
+    build("depth_qwen3", num_loops=2).save_pretrained(tmp_path / "looped")
+    with pytest.raises(ValueError, match=r"^num_hidden_layers=2: must be 4, .* looped model \(num_loops=2\)"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "looped", num_hidden_layers=2)
+    config = config_class("depth_qwen3")(**SIZES, num_loops=2)
+    config.num_hidden_layers, config.layer_types = 2, ["full_attention", "full_attention", "sliding_attention"]
+    assert config.get_text_config(decoder=True).layer_types == ["full_attention"] * 4
+    build("attnres").save_pretrained(tmp_path / "more")
+    with pytest.raises(ValueError, match="^layer_types has 4 entries: must have one for each of 6 layers"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "more", num_hidden_layers=6)
+
+
+@pytest.mark.skipif("attnres_kimi_linear" not in FAMILIES, reason="this version of transformers has no Kimi Linear")
+def test_layers_of_kimi_linear_that_cannot_be_cut_off(tmp_path):
+    sizes = {name: value for name, value in SIZES.items() if name != "head_dim"} | {"num_key_value_heads": 2}
+    config = depthmix.AttnResKimiLinearConfig(**sizes, layer_types=["linear_attention", "full_attention"] * 2)
+    config.num_hidden_layers = 1
+    with pytest.raises(ValueError, match="layer_types has 'linear_attention' only"):
+        config.validate_depth_mixing()
 
 
 @pytest.mark.skipif("attnres_kimi_linear" not in FAMILIES, reason="this version of transformers has no Kimi Linear")

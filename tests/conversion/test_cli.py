@@ -2,6 +2,7 @@
 """The `depthmix` command."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from depthmix import (
     MoDAOlmo2Config,
     __version__,
 )
+from depthmix.__main__ import main as run_as_process
 from depthmix.conversion import cli
 from depthmix.conversion.cli import main
 from depthmix.conversion.reports import describe_sources
@@ -92,6 +94,8 @@ def test_dry_run(qwen3_source, tmp_path, capsys):
     main(["convert", str(qwen3_source()), str(tmp_path / "converted"), "--dry-run"])
     output = capsys.readouterr()
     assert output.out.startswith("Plan (nothing written)") and "depth_stride: 2 (new)" in output.out
+    # of a Qwen3 nothing else is another than it was
+    assert re.findall(r"(\w+): .* -> ", output.out) == ["model_type"]
     assert output.err == ""
     assert not (tmp_path / "converted").exists()
 
@@ -126,9 +130,23 @@ def test_version(capsys):
     assert (end.value.code, capsys.readouterr().out) == (0, f"depthmix {__version__}\n")
 
 
+def test_interrupted_while_it_imports(monkeypatch, capsys):
+    def interrupt(*names, **content):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("depthmix.__main__.import_late", interrupt)
+    with pytest.raises(SystemExit) as end:
+        run_as_process()
+    assert end.value.code == 130 and capsys.readouterr().err == "depthmix: interrupted\n"
+
+
 def test_bundle_wants_a_folder(qwen3_source, tmp_path, fails):
     assert "is not a folder. Give the folder that holds" in fails(1, "bundle", qwen3_source() / "config.json")
     assert "is not a folder" in fails(1, "bundle", tmp_path / "nowhere")
+    # which a path would take for the current folder
+    for command in ("bundle", "verify"):
+        assert "The folder is empty: give a folder." in fails(1, command, "")
+        assert "a NUL character, which no path can have" in fails(1, command, "a\0b")
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,17 @@ def test_files_of_another_method(tmp_path, capsys):
         verify_code(tmp_path)
 
 
+def test_what_would_travel(qwen3_source, tmp_path):
+    source = qwen3_source()
+    (source / "tokenizer_config.json").write_text('{"extra_special_tokens": {"x": "acme/repo--evil.Evil"}}')
+    with pytest.raises(ConversionError) as refusal:
+        convert(source, tmp_path / "converted", progress=False)
+    title, problem = str(refusal.value).split("\n")
+    assert title.startswith(f"What would travel from {source} leads to other code than depthmix's")
+    assert "tokenizer_config.json: extra_special_tokens.x names code" in problem
+    assert not (tmp_path / "converted").exists()
+
+
 def test_a_converted_folder(qwen3_source, tmp_path):
     source = qwen3_source()
     (source / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["evil.Evil", null]}}')
@@ -92,6 +103,23 @@ def test_a_converted_folder(qwen3_source, tmp_path):
         ("generation_config.json", '{"custom_generate": "acme/evil"}', "custom_generate names code: 'acme/evil'"),
         ("preprocessor_config.json", '{"x": "acme/repo--evil.Evil"}', "preprocessor_config.json: x names code"),
         ("video_preprocessor_config.json", "[" * 5000, "video_preprocessor_config.json cannot be read"),
+        ("w.pkl.gz", "", "w.pkl.gz can run code when it is opened"),
+        ("pytorch_model.bin.index.json", "{}", "pytorch_model.bin.index.json can run code"),
+        ("saved_model.pb", "", "saved_model.pb can run code"),
+        ("setup.bat", "", "setup.bat is not depthmix's"),
+        ("my_tokenizer.json", '{"auto_map": {"x": 1}}', "my_tokenizer.json: auto_map names code"),
+        ("sentence_bert_config.json", '{"model_args": {"trust_remote_code": true}}', "trust_remote_code names code"),
+        (
+            "model.safetensors.index.json",
+            '{"weight_map": {"a": "../b.safetensors"}}',
+            "names '../b.safetensors'",
+        ),
+        (
+            "model.safetensors.index.json",
+            '{"weight_map": {"a": "b.dat"}}',
+            "names 'b.dat', which is not a safetensors",
+        ),
+        ("model.safetensors.index.json", "[]", "model.safetensors.index.json cannot be read"),
         ("tokenizer_config.json", '{"x\\u001b[2J\\n": {"auto_map": 1}}', r"x\x1b[2J\n.auto_map names code: 1"),
     ],
 )
@@ -115,6 +143,7 @@ def test_what_is_named(name, content, problem, saved, problems_of):
         ),
         ({"custom_pipelines": {"x": {"impl": "evil.Evil"}}}, "custom_pipelines names code"),
         ({"_attn_implementation": "acme/kernel"}, "_attn_implementation names code: 'acme/kernel'"),
+        ({"transformers_weights": "../../other.safetensors"}, "transformers_weights is '../../other.safetensors'"),
         ({"text_config": {"auto_map": {"AutoModel": "evil.Evil"}}}, "text_config.auto_map names code"),
     ],
 )
@@ -126,6 +155,10 @@ def test_keys_of_the_configuration(fields, problem, saved, problems_of, edit_con
 
 
 def test_harmless_keys(saved, edit_config):
+    (saved / "additional_chat_templates").mkdir()
+    (saved / "additional_chat_templates" / "chat.pt.jinja").write_text("{{ messages }}")
+    index = {"weight_map": {"a": "model-00001-of-00001.safetensors"}}
+    (saved / "model.safetensors.index.json").write_text(json.dumps(index))
     edit_config(saved, _attn_implementation="sdpa", experts_implementation="eager", custom_pipelines={}, note="a--b")
     verify_code(saved)
 
@@ -134,6 +167,14 @@ def test_links(saved, problems_of, tmp_path):
     (tmp_path / "secret.json").write_text("{}")
     (saved / "generation_config.json").symlink_to(tmp_path / "secret.json")
     assert problems_of(saved) == ["generation_config.json is a link that leads out of the folder"]
+
+
+@pytest.mark.parametrize("name", ["notes.json", "modeling_x.py", "model.safetensors.index.json"])
+def test_files_that_are_larger_than_memory(name, saved, problems_of):
+    with open(saved / name, "wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(ConversionError, match=f"{name} has more than"):
+        verify_code(saved)
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")

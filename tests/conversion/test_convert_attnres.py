@@ -287,8 +287,8 @@ class TestRefusals:
         ("keys", "message"),
         [
             ({"model_type": "gpt2"}, r"Accepted are: Qwen3; .*Qwen2; .*Llama; .*AttnRes"),
-            ({"model_type": "attnres"}, "already is what it would become"),
-            ({"model_type": "mhc"}, "but what mhc does: load it as it is"),
+            ({"model_type": "attnres", "depth_impl": "auto"}, "already is what it would become"),
+            ({"model_type": "mhc", "depth_impl": "auto"}, "but what mhc does: load it as it is"),
             ({"use_depth_attention": True}, "Convert it to depth_attention"),
             ({"model_type": "qwen3", "attnres_num_blocks": 4}, "This form of Attention Residuals is not supported"),
             ({"model_type": "qwen3", "use_p2n": True}, "several times per token"),

@@ -188,7 +188,7 @@ def test_invalid_options(options, message, olmo2_source, tmp_path):
         ({"sliding_window": 8}, "^sliding_window=8"),
         ({"architectures": ["Olmo2ForSequenceClassification"]}, r"\(Olmo2ForCausalLM\) convert"),
         ({"model_type": "gemma"}, r"does not convert to moda. Accepted are: Qwen3; Qwen2; Llama; "),
-        ({"model_type": "moda_olmo2"}, "already is what it would become"),
+        ({"model_type": "moda_olmo2", "depth_impl": "auto"}, "already is what it would become"),
         ({"num_hidden_layers": 5}, r"model\.layers\.4\.self_attn\.q_proj\.weight is missing"),
     ],
 )

@@ -2,6 +2,7 @@
 """Models without the gates that are all open."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -71,3 +72,23 @@ def test_what_is_refused(opened, qwen3_source, tmp_path):
     with pytest.raises(ConversionError):
         fold_gates(source, tmp_path / "folded", overwrite=True)
     assert (tmp_path / "folded" / "notes.txt").read_text() == "mine"
+
+
+def test_the_users_folder_is_named(opened, tmp_path, monkeypatch, caplog):
+    """And not the one that is written to, which is gone when the message is read."""
+    source = opened()
+    left = tmp_path / ".folded.0123abcd.incomplete"
+    left.mkdir()
+    path = source / "config.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"auto_map": content["auto_map"] | {"AutoModelForCausalLM": "mine.Model"}}))
+    with pytest.raises(ConversionError) as refusal:
+        fold_gates(source, tmp_path / "folded")
+    assert str(refusal.value).startswith(f"What would travel from {source} leads to other code")
+    assert "config.json: auto_map of AutoModelForCausalLM names 'mine.Model'" in str(refusal.value)
+    assert ".incomplete" not in str(refusal.value) and not (tmp_path / "folded").exists()
+    # what a run that was killed has left
+    assert "left over from an earlier run, was removed" in caplog.text and not left.exists()
+    monkeypatch.setattr("shutil.disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9 - 10, 10))
+    with pytest.raises(ConversionError, match="has 10 bytes free"):
+        fold_gates(source, tmp_path / "folded")

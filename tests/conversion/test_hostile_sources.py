@@ -51,7 +51,10 @@ def test_layers_that_a_config_claims(layers, qwen3_source, edit_config, tmp_path
         ({"num_labels": 10**8}, "num_labels=100000000: must be at most 1048576"),
         ({"vocab_size": 10**12}, "vocab_size=1000000000000: must be at most 2147483647"),
         ({"hidden_size": 2**30}, "has shape"),
-        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan: must be a finite number .in config.json."),
+        (
+            {"rms_norm_eps": float("nan")},
+            "rms_norm_eps=nan: must be a finite number, as fp32 has them .in config.json.",
+        ),
         ({"rope_theta": 0, "rope_parameters": ...}, "rope_theta=0: must be positive .in config.json."),
         ({"hidden_act": "bogus"}, "hidden_act='bogus': must be an activation"),
         ({"mtp_layer_types": [[[]]] * 9, "architectures": 5}, "architectures is 5, must be a list"),
@@ -128,6 +131,26 @@ def test_a_large_sharded_checkpoint_is_inspected_by_its_headers(tmp_path):
     with little_is_used(seconds=1, nbytes=100 * 2**20):
         description = inspect_checkpoint(tmp_path)
     assert description.nbytes == 2_500_000_000 and len(description.files) == 5
+
+
+def test_many_names_are_compared_in_time(qwen3_source):
+    """As a checkpoint of hundreds of experts has them, each of which may be one of a release or of an old version."""
+    source = qwen3_source()
+    header = {f"{i}.weight": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(50_000)}
+    text = json.dumps(header).encode()
+    (source / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    with little_is_used(seconds=4, nbytes=200 * 2**20):
+        description = inspect_checkpoint(source)
+    assert description.num_tensors == 50_000
+
+
+def test_an_index_of_more_files_than_any(qwen3_source, tmp_path):
+    source = qwen3_source()
+    (source / "model.safetensors").unlink()
+    index = {"weight_map": {f"{i}": f"{i}.safetensors" for i in range(100_000)}}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    with little_is_used(seconds=2), pytest.raises(ConversionError, match="lists 100000 files, and no checkpoint has"):
+        convert(source, tmp_path / "converted", progress=False)
 
 
 @pytest.mark.parametrize("name", ["LICENSE", "README.md", "tokenizer.json", "config.json", "model.safetensors"])

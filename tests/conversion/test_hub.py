@@ -191,13 +191,16 @@ class TestPush:
         assert {"README.md", "config.json", "model.safetensors", "modeling_depth_attention.py"} <= set(files)
         # what an earlier upload with other shards left there
         earlier = ["model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
+        # and a model of another method, with another tokenizer
+        earlier += ["modeling_mhc.py", "depthmix_code.json", "tokenizer.model", "chat_template.jinja"]
+        earlier += ["generation_config.json", "additional_chat_templates/tools.jinja"]
         others = [
             "adapters/adapter_model.safetensors",
             "adapter_model.safetensors",
             "sub/model.safetensors",
             "model-00001-of-00002/x.safetensors",
             "model-old/model-00001-of-00002.safetensors",
-            "README.md",
+            *("README.md", "LICENSE", ".gitattributes", "my_code.py", "sub/modeling_mhc.py", "old/tokenizer.json"),
         ]
         assert list(filter_repo_objects(earlier + others, allow_patterns=hub["delete_patterns"])) == earlier
         assert report.pushed_to == "https://hub/acme/depth" and "https://hub/acme/depth" in str(report)

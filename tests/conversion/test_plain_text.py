@@ -75,6 +75,10 @@ SECRET = "s3cr3t/p@ss.word-9"
         "https://host/file?X-Amz-Signature=1&X-Amz-Credential={}",
         "HF_TOKEN={}",
         '{{"HUGGING_FACE_HUB_TOKEN": "{}"}}',
+        # behind what Python has escaped, which ends in letters
+        r"b'\nhf_abcdefghij'",
+        r"'\x1bhf_abcdefghij'",
+        r"'\u202ehf_abcdefghij'",
     ],
 )
 def test_secrets_are_masked(form):
@@ -93,7 +97,7 @@ def test_what_is_no_secret_stays():
             "pad_token_id: 0",
             "https://huggingface.co/a/b",
         ),
-        *("a@b.c", "basic use", "key=3, token: none", "hf_hub", "tokenizer.json?download=true"),
+        *("a@b.c", "basic use", "key=3, token: none", "hf_hub", "surf_hf_abcdef", "tokenizer.json?download=true"),
     ):
         assert mask_tokens(text) == text
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MistralConfig
 from vanilla_models import STOCK
 
 from depthmix.conversion import ConversionError, convert, inspect_checkpoint
@@ -122,6 +122,24 @@ def test_what_changes_the_function_is_refused(kind, to, stock_source, tmp_path):
         else:
             accepted.append(key)
     assert not accepted
+
+
+def test_a_mistral_that_the_host_takes_for_a_ministral(tiny, tmp_path, token_ids, edit_config):
+    """For the key that it has, and of which it follows the entries."""
+    source, dest, ids = tmp_path / "source", tmp_path / "converted", token_ids(2, 12)
+    config = MistralConfig(**tiny, sliding_window=4)
+    AutoModelForCausalLM.from_config(config).save_pretrained(source)
+    full, sliding = (config.num_hidden_layers * [f"{kind}_attention"] for kind in ("full", "sliding"))
+    for kinds, kept in ((sliding, True), (full, False), (None, True)):
+        edit_config(source, layer_types=kinds)
+        if kept:
+            convert(source, dest, overwrite=True, progress=False)
+            assert (logits_of(dest, ids) - logits_of(source, ids)).abs().max() < 1e-5, kinds
+        else:
+            with pytest.raises(
+                ConversionError, match=r"^layer_types=\['full_attention'.*: stands for layers of a Minist"
+            ):
+                convert(source, dest, overwrite=True, progress=False)
 
 
 @pytest.mark.parametrize("key", ["save_pretrained", "to_dict", "validate", "__class__", "get_text_config"])

@@ -6,11 +6,12 @@ import logging
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from depthmix.auto import AUTO_MAPS, auto_classes, register
+from depthmix.conversion import inspect_checkpoint
 from depthmix.conversion.cli import main
 
 
@@ -126,6 +127,44 @@ def test_no_tensor_of_ours_is_an_error(family, build, tmp_path):
         with pytest.raises(ValueError, match="It is the checkpoint of another model") as refusal:
             loaded.from_pretrained(tmp_path)
         assert str(refusal.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "extra", "reason"),
+    [
+        ("mhc", "model.layers.0.their_mixing", "layers.0.attn_connection.norm_weight, of"),
+        ("denseformer", "dwa.alphas", "depth_average.weight, of 2"),
+        # a method without tensors of its own
+        ("depth_qwen3", "model.layers.1.extra.weight", "no depth_impl, which DepthQwen3Config is saved with"),
+    ],
+)
+def test_models_with_some_of_our_tensors(model_type, extra, reason, tmp_path, edit_json):
+    """Without `auto_map`, as those of a package that is to be imported. Most names of tensors are those of a Llama."""
+    sizes = {"vocab_size": 19, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "mlp_bias": False}
+    vanilla = Qwen3Config(**sizes)
+    AutoModelForCausalLM.from_config(vanilla).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    # what a vanilla checkpoint has too much is the host library's business
+    edit_json(tmp_path / "config.json", model_type=model_type, architectures=["TheirModel"])
+    classes = auto_classes(model_type)
+    model = classes["AutoModelForCausalLM"].from_pretrained(tmp_path)
+    save_file(load_file(path) | {extra: torch.ones(2)}, path, metadata={"format": "pt"})
+    for loaded in (AutoModelForCausalLM, AutoModel, classes["AutoModelForSequenceClassification"]):
+        with pytest.raises(ValueError, match="It is the checkpoint of another model") as refusal:
+            loaded.from_pretrained(tmp_path)
+        assert reason in str(refusal.value)
+    for command in (["bundle"], ["verify"]):
+        with pytest.raises(SystemExit) as end:
+            main([*command, str(tmp_path)])
+        assert "no depth_impl, which these are saved with: this is another model" in end.value.code
+    description = inspect_checkpoint(tmp_path)
+    assert description.layout == "unknown" and "without depth_impl" in description.evidence[0]
+
+    # ours, with something beside it
+    model.save_pretrained(tmp_path)
+    save_file(load_file(path) | {extra: torch.ones(2)}, path, metadata={"format": "pt"})
+    AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 def test_what_is_ours_or_a_users_loads(tmp_path):

@@ -17,6 +17,7 @@ from transformers.dynamic_module_utils import get_relative_import_files
 import depthmix.hub
 from depthmix import DepthQwen3Config, __version__
 from depthmix.auto import AUTO_MAPS, auto_classes
+from depthmix.conversion import verify_code
 from depthmix.conversion.cli import main
 from depthmix.hub import MANIFEST, collect_remote_code, ship_remote_code, write_remote_code
 
@@ -363,6 +364,17 @@ class TestWritingInPlace:
         (tmp_path / MANIFEST).write_text(json.dumps(listed))
         save["save_pretrained"](tmp_path)
         assert not list(tmp_path.glob("*.edited*")) and not caplog.records
+
+    @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+    def test_what_cannot_be_read_is_replaced(self, save, tmp_path, caplog):
+        """A pipe, which nobody writes to, and a file that is larger than memory."""
+        os.mkfifo(tmp_path / MANIFEST)
+        with open(tmp_path / "modeling_depth_attention.py", "wb") as file:
+            file.truncate(2**40)
+        save["save_pretrained"](tmp_path)
+        verify_code(tmp_path)
+        assert (tmp_path / "modeling_depth_attention.py.edited").stat().st_size == 2**40
+        assert "had been edited" in caplog.text
 
     @pytest.mark.parametrize(
         "manifest", ["", "[]", '{"files": 5}', '{"files": {"modeling_depth_attention.py": null}}']
