@@ -52,10 +52,10 @@ def recognise_layout(config: dict[str, Any], tensor_names: Collection[str]) -> t
         if evidence := layout.recognise(config, tensor_names):
             return layout, evidence
     model_type = config.get("model_type")
-    evidence = f"model_type is {model_type!r}"
+    known = f"model_type is {model_type!r}"
     if isinstance(model_type, str) and model_type in FAMILIES:
-        evidence += f", without {OWN_MARK}, which every model of depthmix has"
-    return UNKNOWN_LAYOUT, [evidence]
+        known += f", without {OWN_MARK}, which every model of depthmix has"
+    return UNKNOWN_LAYOUT, [known]
 
 
 def read_switch(config: dict[str, Any], key: str) -> bool | None:

@@ -670,7 +670,7 @@ def check_saved_fields(
 def warn_of_starts(source: Any, saved: dict[str, Any], model: PreTrainedModel) -> None:
     """Says which values only a new model takes notice of, where they are others than the checkpoint was saved with."""
     config: Any = model.config
-    if saved.get("model_type") != model.config_class.model_type:
+    if saved.get("model_type") != config.model_type:
         return
     # these have been said when the model was built
     said = [remark for remark in config.ineffective_values() if "has no effect" in remark]
@@ -697,7 +697,7 @@ def check_tensors(source: Any, saved: dict[str, Any], model: PreTrainedModel, fo
     is_body = any(name.split(".")[0] not in ("lm_head", "score") for name in others)
     if all(name in missing for name, _ in model.named_parameters()):
         reason = f"{type(model).__name__} has none of these names"
-    elif is_body and saved.get("model_type") == model.config_class.model_type:
+    elif is_body and saved.get("model_type") == model.config.model_type:
         mixing = [
             f"{prefix}.{name}"
             for prefix, module in model.named_modules()

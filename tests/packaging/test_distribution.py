@@ -79,9 +79,10 @@ def test_wheels(distributions):
         required = {requirement.name for requirement in requirements if not requirement.marker}
         # neither Triton nor what only tests and checks need is forced on users
         assert required == {"torch", "transformers", "accelerate", "huggingface_hub", "pyyaml", "safetensors", "tqdm"}
-        extras = {"docs", "liger", "parity", "peft", "plot", "quality", "serve", "test"}
+        extras = {"coverage", "docs", "liger", "parity", "peft", "plot", "quality", "serve", "test"}
         assert set(metadata.get_all("Provides-Extra")) == extras
         assert dict(scripts["console_scripts"]) == {"depthmix": "depthmix.__main__:main"}
+        assert dict(scripts["vllm.general_plugins"]) == {"depthmix": "depthmix.vllm_plugin:register"}
     assert sdist.name == f"{prefix}.tar.gz"
 
 
