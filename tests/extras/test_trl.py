@@ -1,5 +1,5 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
-"""TRL's trainers, a few steps each: supervised fine-tuning, packed and padding-free, DPO and reward models."""
+"""TRL's trainers, a few steps each: supervised fine-tuning, packed and padding-free, DPO, GRPO and reward models."""
 
 import copy
 
@@ -10,7 +10,7 @@ from family_models import AWAKE_FIELDS, TINY, fields_of, ids_of, new_model, wake
 
 
 trl = pytest.importorskip("trl")
-from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer  # noqa: E402
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer  # noqa: E402
 
 
 # TRL 1.16 asks transformers 5.24 under an old name
@@ -96,3 +96,18 @@ def test_reward_model(pair, settings, tokenizer, words):
     assert_trained(trainer, model)
     assert model(ids_of(1, 5)).logits.shape == (1, 1)
     assert model.config.vocab_size == TINY["vocab_size"]
+
+
+def test_grpo(model, settings, tokenizer, words):
+    rows = Dataset.from_list([{"prompt": words(4 + i, seed=i)} for i in range(6)])
+    del settings["max_length"]
+    own = {"num_generations": 2, "max_completion_length": 6, "temperature": 1.5}
+
+    def reward(completions, **kwargs):
+        # of groups whose completions are all alike nothing would be learned
+        return [float(len(set(completion.split()))) + 0.1 * i for i, completion in enumerate(completions)]
+
+    trainer = GRPOTrainer(
+        model, reward, args=GRPOConfig(**settings | own), train_dataset=rows, processing_class=tokenizer
+    )
+    assert_trained(trainer, model)

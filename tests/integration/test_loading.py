@@ -252,6 +252,29 @@ def test_pipelines(family, build_awake, tmp_path):
         expected = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
         assert result["generated_text"].split() == tokenizer.decode(expected, skip_special_tokens=True).split()
 
+    # a conversation, by the template of the tokenizer
+    generator.tokenizer.chat_template = (
+        "{% for message in messages %}<s> {{ message['content'] }} </s> {% endfor %}"
+        "{% if add_generation_prompt %}w4 {% endif %}"
+    )
+    conversation = [{"role": "user", "content": "w5 w80"}, {"role": "assistant", "content": "w7"}]
+    conversation.append({"role": "user", "content": "w41"})
+    [result] = generator(conversation, max_new_tokens=6, do_sample=False)
+    *before, answer = result["generated_text"]
+    ids = tokenizer("<s> w5 w80 </s> <s> w7 </s> <s> w41 </s> w4", return_tensors="pt")["input_ids"]
+    expected = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
+    assert before == conversation and answer["role"] == "assistant"
+    assert answer["content"].split() == tokenizer.decode(expected, skip_special_tokens=True).split()
+
+    # decoding that is constrained to some tokens: at each step the best of these
+    allowed = [*range(10, 20)]
+    constrained = model.generate(
+        ids, max_new_tokens=4, do_sample=False, prefix_allowed_tokens_fn=lambda row, so_far: allowed
+    )
+    with torch.no_grad():
+        logits = model(constrained[:, :-1]).logits[0, ids.shape[1] - 1 :, allowed]
+    assert constrained[0, ids.shape[1] :].tolist() == [allowed[i] for i in logits.argmax(-1)]
+
     classifier = family.classifier(family.head.config_class.from_dict(model.config.to_dict() | {"num_labels": 3}))
     scores = pipeline("text-classification", model=classifier.eval(), tokenizer=tokenizer, device="cpu", top_k=None)
     assert [len(found) for found in scores(prompts)] == [3, 3]
