@@ -386,6 +386,8 @@ class Trainer:
         """
         if not isinstance(self.model, PreTrainedModel):
             raise ValueError(f"--models: {self.run.label} is a {type(self.model).__name__}, which cannot be saved.")
+        # nothing was cached in training
+        self.model.config.use_cache = self.model.generation_config.use_cache = True
         self.model.to(torch.bfloat16).save_pretrained(folder)
         PreTrainedTokenizerFast(tokenizer_file=str(tokenizer), eos_token=END_OF_TEXT).save_pretrained(folder)
 
