@@ -59,7 +59,7 @@ coverage: $(VENV)/ready
 	$(VENV)/bin/python -m pytest -n 2 --dist worksteal --cov --cov-report= $(COVERED)
 	$(VENV)/bin/python -m coverage report --skip-covered --show-missing
 	for folder in configuration modeling kernels conversion depthmix; do \
-		echo "$$folder: $$($(VENV)/bin/python -m coverage report --format=total --include="$$folder/*") %"; done
+		echo "$$folder: $$($(VENV)/bin/python -m coverage report --format=total --include="$$folder/**") %"; done
 
 test-gpu: $(VENV)/ready
 	$(VENV)/bin/python -m pytest tests/gpu tests/kernels

@@ -56,7 +56,7 @@ def run(rank: int, job: dict, environment: dict[str, str]) -> None:
     for number in (1, 2):
         os.dup2(log, number)
     # one that waits for another that has failed says where
-    faulthandler.dump_traceback_later(240, exit=True)
+    faulthandler.dump_traceback_later(1200, exit=True)
     os.environ |= environment
     torch.set_num_threads(1)
     if processes > 1 or job["config"] is not None:

@@ -15,6 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 import depthmix  # noqa: F401  (registers its model types)
 
 
+# four processes, after four others, on a machine that does much else
+pytestmark = pytest.mark.timeout(1500)
+
 ROWS = 4
 METHODS = {
     "depth_qwen3": ["--field", "depth_stride=1"],
