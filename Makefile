@@ -13,12 +13,17 @@ PRINT_SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 unexport PYTHONDONTWRITEBYTECODE
 PIP_OPTIONS := --quiet --disable-pip-version-check --no-compile
 
-.PHONY: demo environments test test-all test-fast test-gpu test-vllm test-extras fuzz kill docs quality style clean
+.PHONY: demo environments compiled test test-all test-fast test-gpu test-vllm test-extras fuzz kill docs quality style clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/python examples/demo.py
 
 environments: $(VENV)/ready $(OLDEST)/ready
+
+# both environments, and compiled what the tests import, tests included, as Python does when they are collected
+compiled: environments
+	$(VENV)/bin/python -m pytest --collect-only -qq tests > $(VENV)/collected
+	$(OLDEST)/bin/python -m pytest --collect-only -qq tests > $(OLDEST)/collected
 
 # a folder from which the packages of this checkout are imported, though they are not installed
 LINK_PACKAGES := import sys; from pathlib import Path; from benchmarks.versions import link_packages; \
