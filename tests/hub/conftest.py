@@ -80,12 +80,12 @@ def pytest_generate_tests(metafunc):
 
 
 def pytest_itemcollected(item):
-    """What is saved and loaded with one version of transformers, with the oldest for the first family only."""
+    """What each family saves, both versions of transformers load; the oldest saves the first family only."""
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    if parameters.get("clean_python") == sys.executable:
+    if "clean_python" in parameters:
         item.add_marker(pytest.mark.long)
-    elif "clean_python" in parameters and item.get_closest_marker("sampled_peer"):
-        item.add_marker(pytest.mark.sampled(1))
+        if parameters["clean_python"] != sys.executable and item.get_closest_marker("sampled_peer"):
+            item.add_marker(pytest.mark.sampled(1))
 
 
 @pytest.fixture

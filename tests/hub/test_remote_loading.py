@@ -128,6 +128,8 @@ def load_from_folders(folders, ids, resaved):
     return results
 
 
+# how a folder becomes a module's name does not depend on what the module holds
+@pytest.mark.sampled(1)
 @pytest.mark.two_families
 def test_unusual_folders(clean_python, build, token_ids, assert_awake, assert_complete, tmp_path):
     model = build()
@@ -158,6 +160,7 @@ def save_configurations_alone(folder, saved):
         AutoConfig.from_pretrained(saved[number], trust_remote_code=True).save_pretrained(f"{saved[number]}-again")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.sampled_peer
 def test_a_configuration_saved_alone_brings_all_code(
     clean_python, build, token_ids, assert_awake, assert_complete, tmp_path
