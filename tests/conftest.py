@@ -246,6 +246,14 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("family", families.values(), ids=families)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    """The same for what the tests of a module have imported, and traced, when the last of them is over."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def deterministic():
     torch.manual_seed(0)

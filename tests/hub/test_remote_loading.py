@@ -76,6 +76,7 @@ def load_and_resave(causal, classifier, ids, resaved):
     }
 
 
+@pytest.mark.sampled_peer(2)
 def test_load_without_package(clean_python, family, build, token_ids, assert_awake, assert_complete, tmp_path):
     model = build()
     classifier = build(model_class=family.classifier, num_labels=3)

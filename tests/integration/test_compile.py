@@ -81,6 +81,7 @@ def test_bound_forward_by_keyword(family, part, build_awake, token_ids, counting
 
 
 # the forward of all base models is one, and that of all heads
+@pytest.mark.once
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("part", ["base_model", "head"])
 @torch.no_grad()
@@ -232,7 +233,9 @@ def test_depth_weights(build_awake, token_ids, counting_eager, family):
 
 
 @pytest.mark.parametrize(
-    "strict", [False, pytest.param(True, marks=pytest.mark.sampled(1))], ids=["non_strict", "strict"]
+    "strict",
+    [False, pytest.param(True, marks=[pytest.mark.once, pytest.mark.sampled(1)])],
+    ids=["non_strict", "strict"],
 )
 def test_export(family, strict, build_awake, token_ids, logits_of):
     model = build_awake(family, **family.densest, num_hidden_layers=3)

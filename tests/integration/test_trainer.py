@@ -223,6 +223,9 @@ def test_evaluate_and_predict(family, output_depth_weights, build_awake, rows, t
     assert np.abs(predictions - expected.logits.numpy()).max() <= 2e-5
 
 
+# one head for all
+@pytest.mark.long
+@pytest.mark.sampled(2)
 def test_sequence_classification(family, build_awake, rows, train, tmp_path):
     build_awake(family).save_pretrained(tmp_path / "model")
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model", num_labels=3)
