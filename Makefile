@@ -22,8 +22,8 @@ environments: $(VENV)/ready $(OLDEST)/ready
 
 # both environments, and compiled what the tests import, tests included, as Python does when they are collected
 compiled: environments
-	$(VENV)/bin/python -m pytest --collect-only -qq tests > $(VENV)/collected
-	$(OLDEST)/bin/python -m pytest --collect-only -qq tests > $(OLDEST)/collected
+	$(VENV)/bin/python -m pytest --collect-only -qq tests > $(VENV)/collected || { cat $(VENV)/collected; exit 1; }
+	$(OLDEST)/bin/python -m pytest --collect-only -qq tests > $(OLDEST)/collected || { cat $(OLDEST)/collected; exit 1; }
 
 # a folder from which the packages of this checkout are imported, though they are not installed
 LINK_PACKAGES := import sys; from pathlib import Path; from benchmarks.versions import link_packages; \
