@@ -8,15 +8,23 @@ PRINT_EXTRA := import configparser, sys; setup = configparser.ConfigParser(); se
 VLLM := .venv-vllm
 EXTRAS := .venv-extras
 PRINT_SITE := import sysconfig; print(sysconfig.get_path("purelib"))
-# Python compiles what it imports; of what is installed that is a part
+# Python compiles what it imports, and keeps it even where the surroundings say otherwise: tests start dozens of
+# processes, and without that each takes six seconds longer. Of what is installed it is a part, so pip compiles nothing
+unexport PYTHONDONTWRITEBYTECODE
 PIP_OPTIONS := --quiet --disable-pip-version-check --no-compile
 
-.PHONY: demo environments test test-all test-fast test-pythons coverage test-gpu test-vllm test-extras fuzz kill docs quality style clean
+.PHONY: demo environments compiled test test-all test-fast test-pythons coverage test-gpu test-vllm test-extras fuzz kill docs \
+	quality style clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/python examples/demo.py
 
 environments: $(VENV)/ready $(OLDEST)/ready
+
+# both environments, and compiled what the tests import, tests included, as Python does when they are collected
+compiled: environments
+	$(VENV)/bin/python -m pytest --collect-only -qq tests > $(VENV)/collected || { cat $(VENV)/collected; exit 1; }
+	$(OLDEST)/bin/python -m pytest --collect-only -qq tests > $(OLDEST)/collected || { cat $(OLDEST)/collected; exit 1; }
 
 # a folder from which the packages of this checkout are imported, though they are not installed
 LINK_PACKAGES := import sys; from pathlib import Path; from benchmarks.versions import link_packages; \

@@ -214,7 +214,7 @@ def pytest_itemcollected(item):
     """Of a test that takes long, some families are left to another run, as its markers say."""
     family = item.callspec.params.get("family") if hasattr(item, "callspec") else None
     place = list(FAMILIES.values()).index(family) if family in FAMILIES.values() else 0
-    if (sampled := item.get_closest_marker("sampled")) and place >= sampled.args[0]:
+    if any(place >= sampled.args[0] for sampled in item.iter_markers("sampled")):
         item.add_marker(pytest.mark.exhaustive)
     if item.get_closest_marker("long") and place > 0:
         item.add_marker(pytest.mark.once)
@@ -244,6 +244,14 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("family, pattern", cases)
     elif "family" in metafunc.fixturenames:
         metafunc.parametrize("family", families.values(), ids=families)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    """The same for what the tests of a module have imported, and traced, when the last of them is over."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -2,8 +2,8 @@
 """
 Runs code in processes that have imported nothing of the host library yet, faster than new interpreters would.
 
-Started as a script, this file imports what every such process needs and no test asks about: torch with its compiler.
-It then reads a line of JSON for each program and forks a process that runs it.
+Started as a script, this file imports what every such process needs and no test asks about: torch with its compiler,
+and what transformers imports of others. It then reads a line of JSON for each program, which a forked process runs.
 """
 
 import json
@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import traceback
+from importlib import import_module
 from pathlib import Path
 
 
@@ -65,8 +66,15 @@ def run_in_child(job: dict) -> int:
 
 
 def serve() -> None:
-    import torch._dynamo
-    import torch.distributed.tensor  # noqa: F401
+    for name in (
+        "huggingface_hub.hf_api",
+        "safetensors.torch",
+        "tokenizers",
+        "torch._dynamo",
+        "torch.distributed.tensor",
+    ):
+        import_module(name)
+    import torch
 
     torch.set_num_threads(1)
     answers = os.fdopen(os.dup(1), "w", buffering=1)

@@ -255,6 +255,7 @@ def attempt(source, converted, to):
 OURS = [pytest.param(damage, marks=pytest.mark.once) for damage in (header, index, card, links)]
 
 
+@pytest.mark.once
 @pytest.mark.timeout(SECONDS + 300)
 @pytest.mark.parametrize("damage", [config, tokenizer, *OURS], ids=lambda damage: damage.__name__)
 def test_fuzz(damage, plain_files, tmp_path):

@@ -19,6 +19,10 @@ from depthmix.modeling.modeling_mhc import MHCConnection
 LFS_POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 12345\n"
 
 
+# the files of a source are read here, not by the host library
+pytestmark = pytest.mark.once
+
+
 @contextmanager
 def little_is_used(seconds=5, nbytes=300 * 2**20):
     before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()

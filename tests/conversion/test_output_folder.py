@@ -120,6 +120,7 @@ def test_a_destination_that_appears_meanwhile_is_kept(workplace):
 # for each line of its input, the command in a process of its own, which it forks after the slow imports
 COMMANDS = """
 import json, os, signal, sys
+from depthmix import DepthQwen3ForCausalLM
 from depthmix.conversion import checkpoint_io
 from depthmix.conversion.cli import main
 

@@ -80,6 +80,7 @@ def train(model, steps, lr=1e-4, mixing_lr=1e-2):
     return losses, zero
 
 
+@pytest.mark.once
 @BY_METHOD
 @torch.no_grad()
 def test_text_in_bf16(method, vanilla, tmp_path):
@@ -97,6 +98,7 @@ def test_text_in_bf16(method, vanilla, tmp_path):
     assert torch.equal(*(model.generate(ids, **options) for model in models))
 
 
+@pytest.mark.once
 @BY_METHOD
 def test_gradients_and_movement(method, vanilla, tmp_path):
     source = "olmo2" if method == "moda" else "qwen3"

@@ -80,12 +80,13 @@ def pytest_generate_tests(metafunc):
 
 
 def pytest_itemcollected(item):
-    """What is saved and loaded with one version of transformers, with the oldest for the first family only."""
+    """What is saved by the oldest version of transformers is of the first family, whichever version loads it."""
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    if parameters.get("clean_python") == sys.executable:
+    if "clean_python" in parameters:
         item.add_marker(pytest.mark.long)
-    elif "clean_python" in parameters and item.get_closest_marker("sampled_peer"):
-        item.add_marker(pytest.mark.sampled(1))
+        sampled = item.get_closest_marker("sampled_peer")
+        if sampled and parameters["clean_python"] != sys.executable:
+            item.add_marker(pytest.mark.sampled(*sampled.args or (1,)))
 
 
 @pytest.fixture

@@ -76,6 +76,7 @@ def load_and_resave(causal, classifier, ids, resaved):
     }
 
 
+@pytest.mark.sampled_peer(2)
 def test_load_without_package(clean_python, family, build, token_ids, assert_awake, assert_complete, tmp_path):
     model = build()
     classifier = build(model_class=family.classifier, num_labels=3)
@@ -128,6 +129,8 @@ def load_from_folders(folders, ids, resaved):
     return results
 
 
+# how a folder becomes a module's name does not depend on what the module holds
+@pytest.mark.sampled(1)
 @pytest.mark.two_families
 def test_unusual_folders(clean_python, build, token_ids, assert_awake, assert_complete, tmp_path):
     model = build()
@@ -158,6 +161,7 @@ def save_configurations_alone(folder, saved):
         AutoConfig.from_pretrained(saved[number], trust_remote_code=True).save_pretrained(f"{saved[number]}-again")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.sampled_peer
 def test_a_configuration_saved_alone_brings_all_code(
     clean_python, build, token_ids, assert_awake, assert_complete, tmp_path

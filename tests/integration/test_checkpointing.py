@@ -57,6 +57,7 @@ def test_both_enabling_methods(family, word, use_reentrant, build_awake, token_i
     assert_same_gradients(gradients(model, ids), expected, tolerance=1e-10)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wrapped", [slice(None), slice(0, 1), slice(1, 3)], ids=["all", "first", "middle"])
 @pytest.mark.parametrize("implementation", CheckpointImpl)
 def test_wrapped_layers(family, wrapped, implementation, build_awake, token_ids, gradients, assert_same_gradients):
@@ -72,6 +73,7 @@ def test_wrapped_layers(family, wrapped, implementation, build_awake, token_ids,
     assert_same_gradients(found, expected, tolerance=1e-10)
 
 
+@pytest.mark.long
 @BOTH_MODES
 @pytest.mark.parametrize("frozen_layers", [0, 2])
 def test_frozen_embeddings_and_lower_layers(
@@ -95,6 +97,7 @@ def test_frozen_embeddings_and_lower_layers(
     assert_same_gradients(gradients(model, ids), expected, tolerance=1e-10)
 
 
+@pytest.mark.long
 @BOTH_MODES
 def test_training_steps_with_the_cache_left_on(
     family, pattern, use_reentrant, build_awake, token_ids, enable_checkpointing
@@ -130,6 +133,7 @@ def test_training_steps_with_the_cache_left_on(
     assert [len(layer) for layer in counts] == [6, 6, 6, 6]
 
 
+@pytest.mark.long
 @BOTH_MODES
 def test_generation_in_training_mode(
     family, use_reentrant, build_awake, vanilla_twin, token_ids, enable_checkpointing

@@ -66,6 +66,8 @@ def test_forward_of_the_class_ahead_of_time(family, part, build_awake, token_ids
             assert_close(compiled(model, **keywords)[0], model(**keywords)[0])
 
 
+# the graphs of each family are counted when it decodes
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("part", [pytest.param("base_model", marks=pytest.mark.sampled(1)), "head"])
 @torch.no_grad()
 def test_bound_forward_by_keyword(family, part, build_awake, token_ids, counting_eager):
@@ -79,6 +81,7 @@ def test_bound_forward_by_keyword(family, part, build_awake, token_ids, counting
 
 
 # the forward of all base models is one, and that of all heads
+@pytest.mark.once
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("part", ["base_model", "head"])
 @torch.no_grad()
@@ -117,14 +120,14 @@ def test_training_step(
 @pytest.mark.two_families
 @pytest.mark.once
 @pytest.mark.slow
-def test_lengths_share_a_graph(family, build_awake, token_ids, logits_of, counting):
+def test_lengths_share_a_graph(family, build_awake, token_ids, logits_of, counting_eager):
     model = build_awake(family, **family.densest, num_hidden_layers=2)
-    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counting)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counting_eager)
     graphs = set()
     for length in (12, 7, 33, 20):
         ids = token_ids(2, length)
         assert_close(logits_of(compiled, ids, use_cache=False), logits_of(model, ids, use_cache=False))
-        graphs.add(counting.frame_count)
+        graphs.add(counting_eager.frame_count)
     assert len(graphs) == 1
 
 
@@ -230,7 +233,9 @@ def test_depth_weights(build_awake, token_ids, counting_eager, family):
 
 
 @pytest.mark.parametrize(
-    "strict", [False, pytest.param(True, marks=pytest.mark.sampled(1))], ids=["non_strict", "strict"]
+    "strict",
+    [False, pytest.param(True, marks=[pytest.mark.once, pytest.mark.sampled(1)])],
+    ids=["non_strict", "strict"],
 )
 def test_export(family, strict, build_awake, token_ids, logits_of):
     model = build_awake(family, **family.densest, num_hidden_layers=3)

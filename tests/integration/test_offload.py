@@ -12,6 +12,10 @@ def generate(model, ids):
     return model.generate(ids, max_new_tokens=6, do_sample=False)
 
 
+# the host library and accelerate move modules, whatever these mix
+pytestmark = pytest.mark.long
+
+
 @pytest.fixture
 def mixed_device_map():
     """Half of the layers on disk; `cpu` is where everything runs."""

@@ -34,6 +34,7 @@ def train_one_step(model, ids):
     return loss
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("targets", TARGETS)
 def test_lora(family, targets, build_awake, token_ids, logits_of, tmp_path):
     build_awake(family, **family.densest).save_pretrained(tmp_path / "base")
@@ -69,6 +70,7 @@ def test_lora(family, targets, build_awake, token_ids, logits_of, tmp_path):
     assert torch.equal(logits_of(reloaded, ids), logits_of(merged, ids))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["non_reentrant", "reentrant"])
 def test_lora_with_checkpointing(
     family, use_reentrant, build_awake, token_ids, assert_same_gradients, enable_checkpointing
@@ -132,6 +134,7 @@ PROMPT_METHODS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", PROMPT_METHODS)
 def test_prompt_methods(family, method, build_awake, token_ids, logits_of, tmp_path):
     build_awake(family, **family.densest).save_pretrained(tmp_path / "base")

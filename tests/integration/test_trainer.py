@@ -101,7 +101,9 @@ def with_lora(model):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("wrap", [as_it_is, subclassed, with_lora])
+@pytest.mark.parametrize(
+    "wrap", [as_it_is, *(pytest.param(wrap, marks=pytest.mark.sampled(2)) for wrap in (subclassed, with_lora))]
+)
 def test_label_smoothing_is_of_the_next_token(family, wrap, build_awake, rows, train):
     model = build_awake(family)
     # the first token is no target, and must not be counted as one
@@ -116,7 +118,9 @@ def test_label_smoothing_is_of_the_next_token(family, wrap, build_awake, rows, t
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("adapter", [False, True], ids=["all weights", "beside LoRA"])
+@pytest.mark.parametrize(
+    "adapter", [False, pytest.param(True, marks=pytest.mark.sampled(2))], ids=["all weights", "beside LoRA"]
+)
 def test_mixing_parameters_move_in_a_low_precision_model(family, adapter, tiny, rows, train, tmp_path):
     """As many entries of them as in an fp32 model, at the Trainer's own rate, also after saving and loading."""
     peft = pytest.importorskip("peft")
@@ -135,7 +139,7 @@ def test_mixing_parameters_move_in_a_low_precision_model(family, adapter, tiny, 
             names = [name for name in family.own_modules if any(part.endswith(name) for part in parts)]
             lora = peft.LoraConfig(target_modules=["v_proj"], modules_to_save=names, task_type="CAUSAL_LM")
             trained = peft.get_peft_model(model, lora)
-        train(trained, rows(4), max_steps=30, learning_rate=5e-5, optim="adamw_torch", lr_scheduler_type="linear")
+        train(trained, rows(4), max_steps=8, learning_rate=5e-5, optim="adamw_torch", lr_scheduler_type="linear")
         if adapter:
             trained.save_pretrained(tmp_path / "adapter")
             base = AutoModelForCausalLM.from_pretrained(tmp_path / "fresh", dtype=dtype)
@@ -151,7 +155,9 @@ def test_mixing_parameters_move_in_a_low_precision_model(family, adapter, tiny, 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("initializer_range", [0.02, 0.15], ids=["fresh", "awake"])
+@pytest.mark.parametrize(
+    "initializer_range", [0.02, pytest.param(0.15, marks=pytest.mark.sampled(2))], ids=["fresh", "awake"]
+)
 def test_every_parameter_learns(family, initializer_range, build, rows, train):
     model = build(model_class=family.head, **family.densest, initializer_range=initializer_range)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -179,7 +185,9 @@ def test_resuming_is_bit_equal(family, use_reentrant, build_awake, rows, train, 
         assert torch.equal(parameter, expected)
 
 
+# the gradients of each family are those of test_checkpointing.py
 @pytest.mark.long
+@pytest.mark.sampled(2)
 def test_checkpointing_trains_as_without(family, build_awake, rows, train):
     models = []
     for use_reentrant in (None, False, True):
@@ -217,6 +225,9 @@ def test_evaluate_and_predict(family, output_depth_weights, build_awake, rows, t
     assert np.abs(predictions - expected.logits.numpy()).max() <= 2e-5
 
 
+# one head for all
+@pytest.mark.long
+@pytest.mark.sampled(2)
 def test_sequence_classification(family, build_awake, rows, train, tmp_path):
     build_awake(family).save_pretrained(tmp_path / "model")
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model", num_labels=3)

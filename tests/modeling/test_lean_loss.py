@@ -351,6 +351,7 @@ def test_replaced_cross_entropy(build, ids, monkeypatch):
     torch.testing.assert_close(model(ids, labels=ids, skip_logits=True).loss, expected)
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_compiled(build, ids):
     """A compiler sees plain operations, and breaks nowhere."""

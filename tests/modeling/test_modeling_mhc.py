@@ -103,6 +103,7 @@ class TestStart:
         assert len(set(zip(reads.tolist(), writes.tolist(), strict=True))) == streams
         assert (len(set(reads.tolist())) > 1) == (streams > 2)
 
+    @pytest.mark.once
     @pytest.mark.parametrize("from_vanilla", [False, True], ids=["new", "from vanilla"])
     @pytest.mark.parametrize("fields", [{}, {"mhc_num_streams": 3, "mhc_sinkhorn_order": "rows_first"}])
     def test_streams_are_put_to_use(self, tiny, tmp_path, token_ids, from_vanilla, fields):
