@@ -2,19 +2,21 @@
 """
 Reading and writing safetensors checkpoints, a megabyte at a time.
 
-The safetensors library checks the headers. The tensors' bytes are copied by plain reads and writes, because the
-library writes a file only from tensors that are all in memory.
+The safetensors library checks the headers. The tensors' bytes are copied here, because the library writes a file only
+from tensors that are all in memory: by the kernel where they stay as they are, else by plain reads and writes.
 """
 
+import errno
 import json
 import math
+import os
 import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -31,6 +33,9 @@ WEIGHT_FILES = (SINGLE_FILE, f"model-{'[0-9]' * 5}-of-{'[0-9]' * 5}.safetensors"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 # what is read stays in the processor's cache until it is written; larger pieces are copied at two thirds of the speed
 CHUNK_BYTES = 2**20
+# what the kernel copies at a time, between which the progress is shown
+_KERNEL_CHUNK_BYTES = 2**26
+_NOT_BY_KERNEL = (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM)
 # a text of a checkpoint that is larger is not one: the largest tokenizers and indices have tens of megabytes
 TEXT_LIMIT = 128 * 2**20
 _JSON_DEPTH = 100
@@ -87,19 +92,23 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class TensorWrite:
-    """A tensor to be written; `chunks` gives its bytes when called."""
+    """
+    A tensor to be written; `chunks` gives its bytes when called. If these are those of stored tensors, one after the
+    other, `copies` has them.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
     chunks: Callable[[], Iterator[bytes | memoryview]]
+    copies: tuple[StoredTensor, ...] = ()
 
     @classmethod
     def from_stored(cls, name: str, stored: StoredTensor, dtype: str | None = None) -> "TensorWrite":
         """Copies a stored tensor byte by byte, or rounds it to another floating dtype."""
         if dtype in (None, stored.dtype):
-            return cls(name, stored.dtype, stored.shape, stored.nbytes, stored.chunks)
+            return cls(name, stored.dtype, stored.shape, stored.nbytes, stored.chunks, (stored,))
         nbytes = stored.nbytes // _FLOAT_SIZES[stored.dtype] * _FLOAT_SIZES[dtype]
         return cls(name, dtype, stored.shape, nbytes, lambda: _cast_chunks(stored, dtype))
 
@@ -123,7 +132,8 @@ class TensorWrite:
         """Copies of stored tensors, one below the other, as a parameter that the source does not have."""
         writes = [cls.from_stored(name, part, dtype) for part in parts]
         nbytes = sum(write.nbytes for write in writes)
-        return cls(name, dtype, shape, nbytes, lambda: (chunk for write in writes for chunk in write.chunks()))
+        copies = tuple(parts) if all(write.copies for write in writes) else ()
+        return cls(name, dtype, shape, nbytes, lambda: (chunk for write in writes for chunk in write.chunks()), copies)
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
@@ -414,9 +424,36 @@ def _write_safetensors(path: Path, writes: Sequence[TensorWrite], bar: tqdm) -> 
     with open(path, "wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for write in writes:
-            for chunk in write.chunks():
+            for stored in write.copies:
+                _copy(stored, file, bar)
+            for chunk in () if write.copies else write.chunks():
                 file.write(chunk)
                 bar.update(len(chunk))
+
+
+def _copy(stored: StoredTensor, file: BinaryIO, bar: tqdm) -> None:
+    """Appends the bytes of a stored tensor, by the kernel where it can copy between these files."""
+    left = stored.nbytes
+    file.flush()
+    with open(stored.file, "rb") as source:
+        try:
+            while left and hasattr(os, "copy_file_range"):
+                place = stored.offset + stored.nbytes - left
+                size = os.copy_file_range(source.fileno(), file.fileno(), min(left, _KERNEL_CHUNK_BYTES), place)
+                if not size:
+                    raise ConversionError(f"{stored.file} became shorter while it was read.")
+                left -= size
+                bar.update(size)
+        except OSError as error:
+            # between some file systems the kernel does not, which shows in the first call
+            if left < stored.nbytes or error.errno not in _NOT_BY_KERNEL:
+                raise
+        finally:
+            # the kernel has moved the place to write at behind the file's back
+            file.seek(0, os.SEEK_END)
+    for chunk in stored.chunks() if left else ():
+        file.write(chunk)
+        bar.update(len(chunk))
 
 
 def _cast_chunks(stored: StoredTensor, dtype: str) -> Iterator[bytes]:

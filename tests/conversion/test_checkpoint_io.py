@@ -1,7 +1,9 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """Reading and writing: shards that contradict each other, paths that lead outside, pickles, memory."""
 
+import errno
 import json
+import os
 import pickle
 import re
 import shutil
@@ -512,6 +514,69 @@ class TestVerification:
         with pytest.raises(ConversionError, match="does not give the same configuration back: rms_norm_eps"):
             convert(qwen3_source(), tmp_path / "converted", progress=False)
         assert not (tmp_path / "converted").exists()
+
+
+class TestCopies:
+    """Bytes that stay as they are, copied by the kernel or without it, between others that are made or rounded."""
+
+    @pytest.fixture
+    def write(self, tmp_path):
+        """`write()` writes copies of stored tensors among others, and gives what is expected and what is read."""
+        torch.manual_seed(0)
+        stored = {name: torch.randn(size, 7) for name, size in (("a", 300), ("b", 50), ("c", 1))}
+        save_file(stored, tmp_path / "model.safetensors")
+        tensors = open_checkpoint(tmp_path).tensors
+        made = torch.arange(6.0)
+        writes = [
+            TensorWrite.from_stored("copied", tensors["a"]),
+            TensorWrite.from_function("made", lambda: made, "F32", (6,)),
+            TensorWrite.from_stored("rounded", tensors["b"], "BF16"),
+            TensorWrite.joined("joined", [tensors["c"], tensors["b"]], "F32", (51, 7)),
+            TensorWrite.joined("joined and rounded", [tensors["c"], tensors["b"]], "BF16", (51, 7)),
+        ]
+        joined = torch.cat([stored["c"], stored["b"]])
+        expected = {"copied": stored["a"], "made": made, "rounded": stored["b"].bfloat16(), "joined": joined}
+        expected["joined and rounded"] = joined.bfloat16()
+
+        def write():
+            (tmp_path / "out").mkdir()
+            write_checkpoint(tmp_path / "out", plan_shards(writes, "1GB"), progress=False)
+            return expected, load_file(tmp_path / "out" / "model.safetensors")
+
+        return write
+
+    @pytest.mark.parametrize("kernel", ["whole", "in parts", "not there", "between other file systems", "none"])
+    def test_are_exact(self, write, kernel, monkeypatch):
+        calls = []
+
+        def in_parts(source, target, count, place):
+            calls.append(count)
+            return own(source, target, min(count, 1000), place)
+
+        def refuse(*arguments):
+            calls.append(arguments)
+            raise OSError({"not there": errno.ENOSYS, "between other file systems": errno.EXDEV}[kernel], "refused")
+
+        own = getattr(os, "copy_file_range", None)
+        if kernel == "none":
+            monkeypatch.delattr(os, "copy_file_range", raising=False)
+        elif kernel == "in parts":
+            monkeypatch.setattr(os, "copy_file_range", in_parts)
+        elif kernel != "whole":
+            monkeypatch.setattr(os, "copy_file_range", refuse)
+        expected, found = write()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        # without the kernel it is asked once for each tensor
+        assert len(calls) == {"in parts": 9 + 1 + 2, "whole": 0, "none": 0}.get(kernel, 3)
+
+    def test_that_fail(self, write, monkeypatch):
+        def fail(*arguments):
+            raise OSError(errno.EIO, "broken disk")
+
+        monkeypatch.setattr(os, "copy_file_range", fail)
+        with pytest.raises(OSError, match="broken disk"):
+            write()
 
 
 MEASURE_MEMORY = """
