@@ -208,6 +208,7 @@ def read_by_value(file):
 
 
 @pytest.mark.once
+@pytest.mark.sampled_peer
 def test_configurations_are_handed_on_by_value(clean_python, family, tiny, tmp_path):
     """As servers hand a configuration of remote code to processes that have not loaded that code."""
     configurations = [

@@ -35,7 +35,11 @@ def train_one_step(model, ids):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize(
+    "targets",
+    # among all linear layers are the others
+    [name if name == "all_linear" else pytest.param(name, marks=pytest.mark.sampled(2)) for name in TARGETS],
+)
 def test_lora(family, targets, build_awake, token_ids, logits_of, tmp_path):
     build_awake(family, **family.densest).save_pretrained(tmp_path / "base")
     ids = token_ids(2, 12)
@@ -71,6 +75,7 @@ def test_lora(family, targets, build_awake, token_ids, logits_of, tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["non_reentrant", "reentrant"])
 def test_lora_with_checkpointing(
     family, use_reentrant, build_awake, token_ids, assert_same_gradients, enable_checkpointing
@@ -134,7 +139,9 @@ PROMPT_METHODS = {
 }
 
 
+# what they put in front of the prompt is embeddings or a cache, both as the user may give them to every family
 @pytest.mark.long
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", PROMPT_METHODS)
 def test_prompt_methods(family, method, build_awake, token_ids, logits_of, tmp_path):
     build_awake(family, **family.densest).save_pretrained(tmp_path / "base")

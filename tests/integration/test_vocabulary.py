@@ -64,6 +64,9 @@ def test_training_on_a_new_token(family, tied, build_awake, token_ids):
     assert model(ids, labels=ids).loss < loss
 
 
+# embeddings and head are those of all families
+@pytest.mark.long
+@pytest.mark.sampled(2)
 @TIED
 @pytest.mark.parametrize("save", [save_directly, save_by_trainer], ids=lambda save: save.__name__)
 def test_tying_survives_saving(family, tied, save, build_awake, token_ids, tmp_path):
