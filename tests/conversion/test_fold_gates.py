@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from depthmix.conversion import ConversionError, convert, fold_gates, verify_code
@@ -92,3 +92,23 @@ def test_the_users_folder_is_named(opened, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("shutil.disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9 - 10, 10))
     with pytest.raises(ConversionError, match="has 10 bytes free"):
         fold_gates(source, tmp_path / "folded")
+
+
+def test_folders_that_are_no_gated_models(opened, tmp_path):
+    source = opened()
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(ConversionError, match="file is not a folder"):
+        fold_gates(tmp_path / "file", tmp_path / "folded")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConversionError, match=r"empty has no config\.json"):
+        fold_gates(tmp_path / "empty", tmp_path / "folded")
+    tensors = load_file(source / "model.safetensors")
+    whole = {name: tensor.long() if "depth_gate" in name else tensor for name, tensor in tensors.items()}
+    save_file(whole, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConversionError, match=r"depth_gate\.weight has the dtype I64: must be a floating dtype"):
+        fold_gates(source, tmp_path / "folded")
+    gateless = {name: tensor for name, tensor in tensors.items() if "depth_gate" not in name}
+    save_file(gateless, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConversionError, match="has no tensor that ends in .*, though its config.json has"):
+        fold_gates(source, tmp_path / "folded")
+    assert not (tmp_path / "folded").exists()

@@ -136,6 +136,25 @@ def test_a_setting_that_is_not_followed_is_logged(caplog, monkeypatch):
     assert len(said) == 1 and "prefill_chunk_tokens=4" in said[0] and "DynamicCache" in said[0]
 
 
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "keywords, reason",
+    [
+        ({"attention_mask": torch.zeros(1, 1, 10, 10)}, "the attention mask is not one of two dimensions"),
+        ({"position_ids": torch.arange(10)[None, None]}, "the positions do not have two dimensions"),
+        ({"return_dict": False}, "or is to return a tuple"),
+    ],
+    ids=["mask", "positions", "tuple"],
+)
+def test_a_call_that_is_not_cut_says_why(keywords, reason):
+    model, _ = new_awake("attnres", prefill_chunk_tokens=4)
+    given = {"attention_mask": None, "position_ids": None} | keywords
+    others = {name: given.pop(name) for name in ("return_dict",) if name in given}
+    cache = DynamicCache(config=model.config)
+    found = prompt_chunks.prompt_or_obstacle(model.model, 10, ids_of(1, 10), None, *given.values(), cache, others)
+    assert reason in found
+
+
 def test_auto_cuts_where_it_would_take_much(pieces, monkeypatch):
     model, _ = new_awake("denseformer")
     assert model.config.prefill_chunk_tokens == "auto"
