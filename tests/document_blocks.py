@@ -114,7 +114,7 @@ def check_command(words: list[str]) -> None:
         source = _script(rest)
         for option in (word.partition("=")[0] for word in rest if word.startswith("--")):
             assert f'"{option}"' in source, f"{words}: no option {option}"
-    elif name == "lm_eval" or words == ["transformers", "chat"]:
+    elif name == "lm_eval" or words[:2] == ["transformers", "chat"]:
         pass
     else:
         raise AssertionError(f"nobody knows how to check {words}")
