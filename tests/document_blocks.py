@@ -23,6 +23,8 @@ DOCUMENTS = sorted(
     path
     for pattern in ("README.md", "CONTRIBUTING.md", "docs/*.md", "*/README.md", "benchmarks/study/README.md")
     for path in ROOT.glob(pattern)
+    # of a model that was saved in the clone it is the card
+    if not (path.parent / "config.json").exists()
 )
 # reason not to run a block -> what must then be in it
 REASONS = {
