@@ -168,12 +168,15 @@ def refuse_foreign_fields(config_class: type[DepthMixingFields], values: Mapping
     for name, value in values.items():
         owner = None if name in declared else _owner(name)
         if owner is not None:
-            own = ", ".join(
+            own = [
                 each for each in declared if _owner(each) is not None or each in DepthMixingFields.__dataclass_fields__
-            )
+            ]
+            # with the prefix of its own method it is no field of another one, but misspelt
+            misspelt = name not in _OWNERS and any(_owner(each) == owner for each in own)
             raise ValueError(
-                f"{name}={shown(value)}: {config_class.__name__} has no such field, which belongs to {owner}. Its "
-                f"own are {own}."
+                f"{name}={shown(value)}: {config_class.__name__} has no such field"
+                + (". " if misspelt else f", which belongs to {owner}. ")
+                + f"Its own are {', '.join(own)}."
             )
 
 

@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from types import NoneType
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
@@ -19,7 +18,7 @@ from depthmix.version import __version__
 from .checkpoint_io import read_json
 from .checkpoint_source import expand_path
 from .code_check import own_model_type, verify_code
-from .converter import DTYPES, TARGETS, convert, inspect_checkpoint
+from .converter import DTYPES, TARGETS, convert, inspect_checkpoint, rule_of_targets
 from .errors import ConversionError
 from .fold_gates import fold_gates
 from .plain_text import printable_lines
@@ -129,7 +128,7 @@ def _make_parser() -> argparse.ArgumentParser:
         "plot",
         help="draw what a model does with its layers",
         description="Draws, of a saved depthmix model on a text, the mean depth weights, how evenly layers use their "
-        "sources, how large their outputs are, and the gates. Needs matplotlib: pip install depthmix[plot]",
+        "sources, how large their outputs are, and the gates. Needs matplotlib, which the extra `plot` installs",
     )
     command.set_defaults(run=_plot)
     command.add_argument("model", metavar="MODEL", help="folder of a saved depthmix model, or Hub id")
@@ -179,11 +178,7 @@ def _make_parser() -> argparse.ArgumentParser:
 def _method(text: str) -> str:
     if text in TARGETS or text in AUTO_MAPS:
         return text
-    similar = get_close_matches(text, [*TARGETS, *AUTO_MAPS], n=3)
-    raise argparse.ArgumentTypeError(
-        f"{text!r}: must be one of {', '.join(TARGETS)}, or a model type of one of these"
-        + (f"; similar ones are {', '.join(similar)}" if similar else "")
-    )
+    raise argparse.ArgumentTypeError(f"{text!r}: {rule_of_targets(text)}")
 
 
 def _serve(argv: list[str]) -> NoReturn:

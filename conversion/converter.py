@@ -9,6 +9,7 @@ import shutil
 from collections import deque
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -443,7 +444,17 @@ def _get_target(name: str) -> ConversionTarget:
     for target in TARGETS.values():
         if name == target.name or name in target.model_types:
             return target
-    raise ConversionError(f"to={name!r}: must be one of {', '.join(TARGETS)}, or a model type of one of these.")
+    raise ConversionError(f"to={name!r}: {rule_of_targets(name)}.")
+
+
+def rule_of_targets(name: str) -> str:
+    """What may be asked for, and what of it is spelt like this name."""
+    # some model types are called as their method
+    known = {**TARGETS, **{each: target for target in TARGETS.values() for each in target.model_types}}
+    similar = get_close_matches(str(name).lower(), known, n=3)
+    return f"must be one of {', '.join(TARGETS)}, or a model type of one of these" + (
+        f"; similar ones are {', '.join(similar)}" if similar else ""
+    )
 
 
 def _check_dtype(dtype: "str | torch.dtype | None") -> str | None:

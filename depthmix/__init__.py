@@ -10,7 +10,9 @@ Each class of a method on a backbone is an attribute here, such as `DepthQwen3Fo
 `dir(depthmix)` lists them, and `help(depthmix.AttnResOlmo2Config)` explains one.
 """
 
+import sys
 from importlib import import_module
+from importlib.util import find_spec
 from pkgutil import extend_path
 
 
@@ -21,6 +23,12 @@ if len(__path__) > 1:
     from depthmix.checkout import refuse_mixed_states
 
     refuse_mixed_states(__path__)
+
+if find_spec("depthmix.configuration") is None:
+    raise ImportError(
+        f"{__path__[0]} is the package in a clone, and depthmix is not installed in this Python. Install it, in the "
+        "clone, with `pip install .` or `pip install -e .`."
+    )
 
 from depthmix.late_registration import register_when_used
 from depthmix.version import __version__ as __version__
@@ -37,7 +45,8 @@ _FUNCTIONS = {
 # `help()` and a star import take these; with some hundred classes neither would be of use
 __all__ = sorted(["__version__", *_FUNCTIONS])
 _SUBMODULES = (
-    *("auto", "configuration", "conversion", "families", "hub", "inspection", "kernels", "modeling", "optimizer"),
+    *("auto", "callbacks", "configuration", "conversion", "families", "hub", "inspection", "kernels", "modeling"),
+    *("optimizer", "pipeline"),
 )
 
 
@@ -51,7 +60,8 @@ def __getattr__(name: str):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     classes = _classes()
     if name not in classes:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        # with these, Python itself says what is spelt like it
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
     family, ending = classes[name]
     return family.find_class(ending)
 

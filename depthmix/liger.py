@@ -16,7 +16,7 @@ def apply_liger_kernel(
 ) -> dict[str, str]:
     """
     Makes a causal language model compute its loss in training without all logits in memory: by liger-kernel's kernels
-    on a GPU if that is installed (`pip install depthmix[liger]`), else in plain PyTorch. `Trainer` does the same with
+    on a GPU if that is installed (`pip install liger-kernel`), else in plain PyTorch. `Trainer` does the same with
     `TrainingArguments(use_liger_kernel=True)`, for which liger-kernel must be installed. Nothing but the model is
     changed.
 

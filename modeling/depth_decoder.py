@@ -498,7 +498,7 @@ class DepthCausalLM(Base):
         loss = "all logits"
         if cross_entropy:
             if liger_function("liger_cross_entropy") is None:
-                raise ImportError("cross_entropy=True needs liger-kernel: pip install depthmix[liger]")
+                raise ImportError("cross_entropy=True needs liger-kernel: `pip install liger-kernel`")
             self.loss_function, loss = liger_causal_lm_loss, "all logits, liger-kernel"
         elif getattr(self, "_loss_function", None) is liger_causal_lm_loss:
             del self._loss_function

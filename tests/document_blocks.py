@@ -23,6 +23,8 @@ DOCUMENTS = sorted(
     path
     for pattern in ("README.md", "CONTRIBUTING.md", "docs/*.md", "*/README.md", "benchmarks/study/README.md")
     for path in ROOT.glob(pattern)
+    # of a model that was saved in the clone it is the card
+    if not (path.parent / "config.json").exists()
 )
 # reason not to run a block -> what must then be in it
 REASONS = {
@@ -114,7 +116,7 @@ def check_command(words: list[str]) -> None:
         source = _script(rest)
         for option in (word.partition("=")[0] for word in rest if word.startswith("--")):
             assert f'"{option}"' in source, f"{words}: no option {option}"
-    elif name == "lm_eval" or words == ["transformers", "chat"]:
+    elif name == "lm_eval" or words[:2] == ["transformers", "chat"]:
         pass
     else:
         raise AssertionError(f"nobody knows how to check {words}")

@@ -1,5 +1,5 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
-"""Pictures of what a model does with its sources, by matplotlib: `pip install depthmix[plot]`."""
+"""Pictures of what a model does with its sources, by matplotlib, which the extra `plot` installs."""
 
 import math
 from collections.abc import Mapping
@@ -76,7 +76,7 @@ def check_picture(path: str | Path) -> tuple[Path, Any]:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("Pictures need matplotlib: pip install depthmix[plot]") from error
+        raise ImportError("Pictures need matplotlib: `pip install matplotlib`") from error
     path = Path(path)
     known = sorted(Figure().canvas.get_supported_filetypes())
     if path.suffix[1:].lower() not in known:

@@ -92,7 +92,7 @@ def test_a_field_of_another_method_is_refused(model_type, tmp_path):
 
 
 def test_a_field_that_does_not_exist_is_refused():
-    with pytest.raises(ValueError, match="attnres_blocksize=2: AttnResConfig has no such field"):
+    with pytest.raises(ValueError, match=r"attnres_blocksize=2: AttnResConfig has no such field\. Its own are use_qk"):
         depthmix.AttnResConfig(attnres_blocksize=2)
 
 

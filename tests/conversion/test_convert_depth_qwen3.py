@@ -570,6 +570,7 @@ class TestRefusals:
         ("options", "message"),
         [
             ({"to": "depth"}, "to='depth': must be one of depth_attention, attnres"),
+            ({"to": "DenseFromer"}, "a model type of one of these; similar ones are denseformer, denseformer_"),
             ({"to": "depth_llama"}, "to='depth_llama': .* is Qwen3, which becomes depth_qwen3."),
             ({"depth_stride": -1}, "^depth_stride=-1: must be"),
             ({"depth_window": -1}, "^depth_window=-1: must be"),

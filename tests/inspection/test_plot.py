@@ -92,9 +92,9 @@ def test_command_refuses(saved, tmp_path, monkeypatch, change, message):
 
 def test_without_matplotlib(small, inputs, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"Pictures need matplotlib: pip install depthmix\[plot\]"):
+    with pytest.raises(ImportError, match="Pictures need matplotlib: `pip install matplotlib`"):
         plot(small("denseformer"), inputs, tmp_path / "picture.png")
-    with pytest.raises(SystemExit, match=r"pip install depthmix\[plot\]"):
+    with pytest.raises(SystemExit, match="pip install matplotlib"):
         main(["plot", "model", "--text", "text.txt", "-o", "picture.png"])
 
 

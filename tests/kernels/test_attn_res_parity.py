@@ -1,5 +1,5 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
-"""`attn_res` beside the reference that fla-core ships (`pip install depthmix[parity]`)."""
+"""`attn_res` beside the reference that fla-core ships (extra `parity`)."""
 
 import pytest
 import torch

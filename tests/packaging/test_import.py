@@ -88,6 +88,24 @@ def test_from_the_root_with_the_kernels_package_installed(tmp_path):
     assert result["kernels"] == str(tmp_path / "kernels" / "__init__.py")
 
 
+@pytest.mark.once
+def test_a_clone_without_an_installation_says_what_to_do(tmp_path):
+    shutil.copytree(ROOT / "depthmix", tmp_path / "depthmix")
+    run = subprocess.run(
+        [sys.executable, "-S", "-c", "import depthmix"], cwd=tmp_path, env={}, capture_output=True, text=True
+    )
+    assert run.returncode == 1 and "depthmix is not installed in this Python" in run.stderr
+
+
+def test_names_that_are_misspelt():
+    package = import_module("depthmix")
+    with pytest.raises(AttributeError, match="no attribute 'DepthQwen3ForCasualLM'") as caught:
+        package.DepthQwen3ForCasualLM  # noqa: B018
+    # from these Python makes "Did you mean: 'DepthQwen3ForCausalLM'?" where it prints the error
+    assert caught.value.name == "DepthQwen3ForCasualLM" and caught.value.obj is package
+    assert package.callbacks.GateWarmup and package.pipeline.pipeline_stages
+
+
 PUBLIC = ("depthmix", "depthmix.conversion", "depthmix.inspection", "depthmix.kernels")
 
 
