@@ -18,6 +18,8 @@ from .plain_text import printable, printable_lines
 # characters of one name, and of one configuration key with its value
 _NAME_LIMIT = 200
 _VALUE_LIMIT = 500
+# one of them is in every folder with a tokenizer
+_TOKENIZER_FILES = {"tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt"}
 
 
 @dataclass
@@ -91,6 +93,7 @@ class ConversionReport:
             *(f"  {'' if i else 'mixing:':9} {line}" for i, line in enumerate(self.sources)),
             f"  files:    {_shorten(self.files)}",
             *([f"  not copied: {_shorten(self.not_copied)}"] if self.not_copied else []),
+            *([] if _TOKENIZER_FILES.intersection(self.files) else ["  tokenizer: none, as in the source"]),
             f"  start:    {describe_start(self.retrofit)}",
             f"  function: {self.function_note}",
             *(f"  warning:  {warning}" for warning in self.warnings),
@@ -148,10 +151,9 @@ class CheckpointDescription:
         )
         shown = {key: self.config[key] for key in shape if key in self.config} | self.own_config
         dtypes = ", ".join(f"{count} {dtype}" for dtype, count in self.dtypes.items())
-        tokenizer = [f"  tokenizer: {self.tokenizer}"] if self.tokenizer else []
         lines = [
             f"{self.source}: {self.kind} ({'; '.join(self.evidence)})",
-            *tokenizer,
+            f"  tokenizer: {self.tokenizer or 'none'}",
             f"  config:   {', '.join(printable(f'{key}={value}', _VALUE_LIMIT) for key, value in shown.items())}",
             f"  tensors:  {self.num_tensors} ({dtypes}), {self.num_parameters:,} values, {format_bytes(self.nbytes)}",
             f"  files:    {_shorten(self.files)}",
