@@ -86,7 +86,13 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    command = commands.add_parser("convert", help="convert a checkpoint", description="Converts a checkpoint.")
+    command = commands.add_parser(
+        "convert",
+        # that of all methods' options would take twenty lines before each error
+        usage="depthmix convert [options] SOURCE DEST",
+        help="convert a checkpoint",
+        description="Converts a checkpoint.",
+    )
     command.set_defaults(run=convert)
     command.add_argument("source", metavar="SOURCE", help="folder of a safetensors checkpoint, or Hub id")
     command.add_argument("dest", metavar="DEST", help="folder of the result")

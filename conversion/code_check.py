@@ -75,10 +75,12 @@ class CodeCheck:
     others: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        lines = [f"{self.folder}: the code is that of {self.release}", *(f"  {v}  {k}" for k, v in self.files.items())]
+        lines = [f"{self.folder}:", *(f"  {v}  {k}" for k, v in self.files.items())]
         if self.others:
             lines.append("also there, of other models of depthmix, and not used by this one:")
             lines += [f"  {v}  {k}" for k, v in self.others.items()]
+        # last, where a terminal shows it
+        lines.append(f"{self.folder}: the code is that of {self.release}")
         return "\n".join(printable(line) for line in lines)
 
 

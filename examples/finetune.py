@@ -96,7 +96,8 @@ def encode(pairs: list[dict], tokenizer: PreTrainedTokenizerBase, length: int) -
     rows = []
     for pair in pairs:
         prompt, completion = (
-            tokenizer(pair[name], add_special_tokens=False)["input_ids"] for name in ("prompt", "completion")
+            tokenizer(pair[name], add_special_tokens=False, verbose=False)["input_ids"]
+            for name in ("prompt", "completion")
         )
         ids = [*prompt, *completion, tokenizer.eos_token_id]
         labels = [-100] * len(prompt) + ids[len(prompt) :]
