@@ -12,14 +12,13 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from .checkpoint_io import Checkpoint
+from .checkpoint_source import TOKENIZER_FILES
 from .plain_text import printable, printable_lines
 
 
 # characters of one name, and of one configuration key with its value
 _NAME_LIMIT = 200
 _VALUE_LIMIT = 500
-# one of them is in every folder with a tokenizer
-_TOKENIZER_FILES = {"tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt"}
 
 
 @dataclass
@@ -93,7 +92,7 @@ class ConversionReport:
             *(f"  {'' if i else 'mixing:':9} {line}" for i, line in enumerate(self.sources)),
             f"  files:    {_shorten(self.files)}",
             *([f"  not copied: {_shorten(self.not_copied)}"] if self.not_copied else []),
-            *([] if _TOKENIZER_FILES.intersection(self.files) else ["  tokenizer: none, as in the source"]),
+            *(["  tokenizer: none, as in the source"] if set(self.files).isdisjoint(TOKENIZER_FILES) else []),
             f"  start:    {describe_start(self.retrofit)}",
             f"  function: {self.function_note}",
             *(f"  warning:  {warning}" for warning in self.warnings),

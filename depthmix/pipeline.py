@@ -182,6 +182,11 @@ class PipelinePart(nn.Module):
     def __init__(self, model: PreTrainedModel, plan: Plan, stage: int, store: RankStore):
         super().__init__()
         self.plan, self.stage, self.store = plan, stage, store
+        # not anew for each microbatch, since the plan looks at all items and stages
+        self.received, self.taken = plan.received(stage), plan.taken(stage)
+        self.kept, self.sent = plan.kept(stage), plan.sent(stage)
+        later = range(stage + plan.num_ranks, plan.num_stages, plan.num_ranks)
+        self.taken_again = {item for other in later for item in plan.taken(other)}
         self.is_first, self.is_last = stage == 0, stage == plan.num_stages - 1
         # schedules tell a module nothing of the microbatch that it runs; None while they find out shapes
         self.microbatch: int | None = None
@@ -220,7 +225,6 @@ class PipelinePart(nn.Module):
         Returns:
             The hidden states and the items for the next stage, or, in the last one, the logits `[B, T, vocab_size]`.
         """
-        plan, stage = self.plan, self.stage
         if self.is_first:
             hidden_states = self.model.embed_tokens(hidden_states)
         else:
@@ -233,23 +237,23 @@ class PipelinePart(nn.Module):
         ledger = self.model.open_ledger(hidden_states, options)
         widths = self.model.item_widths()
         if taken is None:
-            taken = [hidden_states.new_zeros(*hidden_states.shape[:2], w) for _ in plan.taken(stage) for w in widths]
+            taken = [hidden_states.new_zeros(*hidden_states.shape[:2], w) for _ in self.taken for w in widths]
         tensors = iter([*received, *taken])
-        ledger.take({item: next_of(tensors, widths) for item in (*plan.received(stage), *plan.taken(stage))})
-        self.model.run_layers(ledger, self.model.layers, plan.layers(stage), hidden_states, attention_mask, options)
+        ledger.take({item: next_of(tensors, widths) for item in (*self.received, *self.taken)})
+        layers = self.plan.layers(self.stage)
+        self.model.run_layers(ledger, self.model.layers, layers, hidden_states, attention_mask, options)
         if self.is_last:
             hidden_states, _ = ledger.close()
             return self.lm_head(hidden_states)
-        kept, sent = plan.kept(stage), plan.sent(stage)
-        items = {item: ledger.give(item) for item in {*kept, *sent}}
+        items = {item: ledger.give(item) for item in {*self.kept, *self.sent}}
         hidden_states = ledger.hidden_states
-        if kept and self.microbatch is not None:
-            keys = [(self.microbatch, item) for item in kept]
-            flat = [tensor for item in kept for tensor in items[item]]
+        if self.kept and self.microbatch is not None:
+            keys = [(self.microbatch, item) for item in self.kept]
+            flat = [tensor for item in self.kept for tensor in items[item]]
             hidden_states, *flat = _Keep.apply(self.store, keys, len(widths), hidden_states, *flat)
             tensors = iter(flat)
-            items |= {item: next_of(tensors, widths) for item in kept}
-        return tuple(map(sendable, (hidden_states, *(tensor for item in sent for tensor in items[item]))))
+            items |= {item: next_of(tensors, widths) for item in self.kept}
+        return tuple(map(sendable, (hidden_states, *(tensor for item in self.sent for tensor in items[item]))))
 
 
 def next_of(tensors: Iterator[Tensor], like: Sequence) -> tuple[Tensor, ...]:
@@ -268,18 +272,17 @@ class DepthPipelineStage(PipelineStage):
 
     def take(self, microbatch: int) -> tuple[Tensor, ...]:
         """The items that an earlier stage of this rank has kept, as leaves whose gradients go back to it."""
-        plan, store, taken = self.part.plan, self.part.store, []
+        store, taken = self.part.store, []
         has_backward = self.has_backward and torch.is_grad_enabled()
-        for item in plan.taken(self.part.stage):
+        for item in self.part.taken:
             key = (microbatch, item)
             for place, value in enumerate(store.values[key]):
                 leaf = value.detach().requires_grad_(has_backward)
                 if has_backward:
                     self.leaves[id(leaf)] = key, place
                 taken.append(leaf)
-            later = range(self.part.stage + plan.num_ranks, plan.num_stages, plan.num_ranks)
             # else the backward of the stage that has kept it forgets it
-            if not has_backward and not any(item in plan.taken(stage) for stage in later):
+            if not has_backward and item not in self.part.taken_again:
                 del store.values[key]
         return tuple(taken)
 

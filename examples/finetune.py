@@ -27,6 +27,7 @@ from packed_training import (
     part_off,
     read_lines,
     read_texts,
+    save_whole,
     training_arguments,
 )
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -193,10 +194,7 @@ def main(argv: Sequence[str] | None = None) -> Trainer:
         )
     trainer.train(resume_from_checkpoint=options.resume)
     loss = held_out_loss(trainer, held_out)
-    if trainer.is_fsdp_enabled:
-        # checkpoints may be in shards, the adapter is one
-        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
-    trainer.save_model(str(options.output / "adapter"))
+    save_whole(trainer, options.output / "adapter")
     if trainer.is_world_process_zero():
         # merged where it is whole, with the weights as they were stored
         model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")

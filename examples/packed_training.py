@@ -135,6 +135,13 @@ def held_out_loss(trainer: Trainer, rows: list) -> float:
     return nats / tokens
 
 
+def save_whole(trainer: Trainer, folder: Path) -> None:
+    """Saves what the Trainer trains as one, also where checkpoints are in shards."""
+    if trainer.is_fsdp_enabled:
+        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+    trainer.save_model(str(folder))
+
+
 def add_training_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, required=True, help="folder for checkpoints and the model")
     parser.add_argument("--steps", type=int, help="steps of the optimizer")

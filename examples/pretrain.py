@@ -32,6 +32,7 @@ from packed_training import (
     held_out_loss,
     pack_documents,
     read_texts,
+    save_whole,
     training_arguments,
 )
 from transformers import (
@@ -180,10 +181,7 @@ def main(argv: Sequence[str] | None = None) -> GroupedTrainer:
     trainer, held_out = make_trainer(options)
     trainer.train(resume_from_checkpoint=options.resume)
     loss = held_out_loss(trainer, held_out)
-    if trainer.is_fsdp_enabled:
-        # checkpoints may be in shards, the model is one
-        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
-    trainer.save_model(str(options.output / "model"))
+    save_whole(trainer, options.output / "model")
     if trainer.is_world_process_zero():
         AutoTokenizer.from_pretrained(options.tokenizer).save_pretrained(options.output / "model")
     trainer.accelerator.print(f"held-out loss {loss:.4f} nats per token; model in {options.output / 'model'}")
