@@ -22,7 +22,13 @@ COMPUTE_OPTIMAL = {
     "20m": Recipe(tokens=390_000_000, batch=64),
 }
 HEAD_START = Recipe(tokens=30_000_000, batch=64)
-RATES = {"5m": (4e-3, 8e-3, 2e-3), "10m": (3e-3, 6e-3, 1.5e-3), "20m": (2e-3, 4e-3, 1e-3), "76m": (2e-3, 1e-3, 4e-3)}
+RATES = {
+    "draft": (8e-3,),
+    "5m": (8e-3, 4e-3, 2e-3),
+    "10m": (3e-3, 6e-3, 1.5e-3),
+    "20m": (2e-3, 4e-3, 1e-3),
+    "76m": (2e-3, 1e-3, 4e-3),
+}
 PAIR = ("vanilla", "Depth-Attention L/2")
 SEEDS = (0, 1, 2)
 
@@ -30,6 +36,7 @@ SEEDS = (0, 1, 2)
 # started. Of 5m the first comes from the last part of a run that had the GPU alone, the second from runs that shared
 # it; 76m was measured without graphs; the rest are guesses until `step_times` has run
 TOKENS_PER_SECOND = {
+    "draft": 6e6,
     "5m": 1.2e6,
     "10m": 0.8e6,
     "20m": 0.65e6,
@@ -141,10 +148,11 @@ def baseline(rows: list[Row], shape: str = "5m") -> list[Run]:
     variants = [
         replace(best, rate=2 * best.rate),
         replace(best, rate=best.rate / 2),
+        # at this rate, runs of one seed part in their first fifth, while the loss falls steeply
+        replace(best, warm_up=0.15),
         replace(best, start=Initialisation(scaled_output=False)),
         replace(best, start=Initialisation(std=0.04)),
         replace(best, start=Initialisation(embedding_std=0.3)),
-        replace(best, warm_up=0.15),
         replace(best, batch=best.batch // 2),
         replace(best, batch=2 * best.batch),
         replace(best, decay=0.01),
@@ -199,9 +207,10 @@ def budgets(rows: list[Row], shape: str = "5m") -> list[Run]:
 def models(rows: list[Row]) -> list[Run]:
     """A seed that no comparison uses, so that these runs are trained even where all comparisons are finished."""
     recipe = COMPUTE_OPTIMAL["5m"]
+    named = [*((system, "5m") for system in (*PAIR, "AttnRes block")), ("vanilla", "draft")]
     return [
-        Run(system, "5m", replace(recipe, rate=chosen_rate(rows, system, "5m", recipe)), seed=len(SEEDS))
-        for system in (*PAIR, "AttnRes block")
+        Run(system, shape, replace(recipe, rate=chosen_rate(rows, system, shape, recipe)), seed=len(SEEDS))
+        for system, shape in named
     ]
 
 
@@ -262,7 +271,11 @@ PLANS = {
         step_times, "milliseconds of a step of each system alone, for the comparison at equal time (one worker)"
     ),
     **_both("5m", COMPUTE_OPTIMAL["5m"], "5m"),
-    "models": Plan(models, "nothing new: the pair and Attention Residuals once more, to keep them with `--models`"),
+    "models": Plan(
+        models,
+        "nothing new: the pair and Attention Residuals once more, and a vanilla decoder of two layers that drafts "
+        "for them, to keep with `--models`",
+    ),
     "budgets": Plan(budgets, "how much longer the vanilla decoder must train to be as good: its loss by tokens"),
     **_both("76m", HEAD_START, "head_start"),
     **_both("76m", replace(HEAD_START, tokens=150_000_000), "head_start_150m"),

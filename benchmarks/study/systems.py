@@ -42,9 +42,11 @@ class Shape:
         }
 
 
-# parameters at a vocabulary of 2,048: 5.0M, 10.7M, 19.4M and 76.6M; deep and narrow, and of the last that of 12 and
-# 48 layers, and of 10.7M too
+# parameters at a vocabulary of 2,048: 0.7M, 5.0M, 10.7M, 19.4M and 76.6M, all but the first deep and narrow; then 12
+# and 48 layers of 10.7M
 SHAPES = {
+    # to propose tokens to the 5M decoders
+    "draft": Shape(2, 128, 4, 2, 384),
     "5m": Shape(24, 128, 4, 2, 384),
     "10m": Shape(24, 192, 3, 1, 576),
     "20m": Shape(24, 256, 4, 2, 768),
