@@ -3,8 +3,8 @@
 `python -m benchmarks.assisted TARGET DRAFT [TARGET DRAFT ...]` times greedy generation with and without a draft model
 that proposes tokens.
 
-The two of a pair are folders of models with one tokenizer; `benchmarks.study --plan models --models FOLDER` trains such
-ones. The texts must be equal, so a difference is an error.
+The two of a pair are folders of models with one tokenizer; `benchmarks.study --plan models --models FOLDER` trains
+some. The texts must be equal, so a difference is an error.
 """
 
 import argparse
