@@ -84,7 +84,7 @@ def _vanilla_parameters(config: PreTrainedConfig) -> tuple[int, int]:
 
 
 def _depth_attention_flops(config: PreTrainedConfig) -> int:
-    kv_heads, d = config.num_key_value_heads, config.head_dim
+    kv_heads, d = config.num_key_value_heads, _head_dim(config)
     group = config.num_attention_heads // kv_heads
     # the mean query; then for each entry, the layer's own among them, a score and its part of the sum
     return sum(kv_heads * d * (group + 4 * (len(read) + 1)) for read in config.depth_sources if read)

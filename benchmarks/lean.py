@@ -62,6 +62,7 @@ SYSTEMS = {
     "stock OLMo2 + Liger": System("stock OLMo2", "liger", "stock OLMo2 + Liger"),
     "vanilla OLMo2, lean": System("fused OLMo2", "liger", "stock OLMo2 + Liger"),
     "MoDA, lean": System("MoDA row 4", "liger", "stock OLMo2 + Liger"),
+    "MoDA on Qwen3, lean": System("MoDA on Qwen3", "liger"),
 }
 USUAL = ["stock", "stock + Liger", "Depth-Attention", "Depth-Attention, lean", "AttnRes Block, lean"]
 ATTENTIONS = {
@@ -104,19 +105,8 @@ def first_attention(attention: str | None):
 def prepare(row: str, size: str):
     """The step of a row, in this process."""
     name, attention = split(row)
-    system, shape = SYSTEMS[name], models.SIZES[size]
-    model = models.build(system.model, size)
-    if system.loss == "torch":
-        lean_loss.liger_function = lambda name: None
-    elif system.loss == "liger" and lean_loss.liger_function("liger_fused_linear_cross_entropy") is None:
-        raise RuntimeError(f"{row} needs liger-kernel, which is not installed.")
-    if system.loss != "logits":
-        if system.model.startswith("stock"):
-            from transformers.integrations.liger import apply_liger_kernel
-
-            apply_liger_kernel(model, None)
-        else:
-            depthmix.apply_liger_kernel(model)
+    model, shape = models.build(SYSTEMS[name].model, size), models.SIZES[size]
+    choose_loss(model, name)
     torch.manual_seed(1)
     step = models.train_step(model, shape.batch, shape.tokens)
 
@@ -125,6 +115,22 @@ def prepare(row: str, size: str):
             return step()
 
     return with_attention
+
+
+def choose_loss(model, name: str) -> None:
+    """Gives a model of a system the loss of that system; for liger-kernel's this changes the whole process."""
+    system = SYSTEMS[name]
+    if system.loss == "torch":
+        lean_loss.liger_function = lambda name: None
+    elif system.loss == "liger" and lean_loss.liger_function("liger_fused_linear_cross_entropy") is None:
+        raise RuntimeError(f"{name} needs liger-kernel, which is not installed.")
+    if system.loss != "logits":
+        if system.model.startswith("stock"):
+            from transformers.integrations.liger import apply_liger_kernel
+
+            apply_liger_kernel(model, None)
+        else:
+            depthmix.apply_liger_kernel(model)
 
 
 def work(row: str, size: str, steps: int) -> dict:

@@ -19,6 +19,8 @@ from depthmix import (
     MHCForCausalLM,
     MoDAOlmo2Config,
     MoDAOlmo2ForCausalLM,
+    MoDAQwen3Config,
+    MoDAQwen3ForCausalLM,
 )
 from depthmix.modeling.transformers_versions import HOST_CACHE_NAME
 
@@ -39,6 +41,7 @@ MODELS = {
     "AttnRes Full": (AttnResForCausalLM, AttnResConfig, {"attnres_variant": "full"}),
     "DenseFormer": (DenseFormerForCausalLM, DenseFormerConfig, {}),
     "mHC": (MHCForCausalLM, MHCConfig, {}),
+    "MoDA on Qwen3": (MoDAQwen3ForCausalLM, MoDAQwen3Config, {}),
     "stock OLMo2": (Olmo2ForCausalLM, Olmo2Config, {}),
     "fused OLMo2": (MoDAOlmo2ForCausalLM, MoDAOlmo2Config, {"moda_attn_slots": False, "moda_ffn_slots": False}),
     "MoDA row 3": (MoDAOlmo2ForCausalLM, MoDAOlmo2Config, {"moda_ffn_slots": False}),
@@ -112,7 +115,7 @@ SIZES = {
 # those to be measured, unless others are asked for
 _ON_REQUEST = (
     *("control", "Depth-Attention, gates", "looped vanilla", "looped Depth-Attention", "AttnRes Full", "DenseFormer"),
-    *("mHC", "MoDA row 4, gates"),
+    *("mHC", "MoDA on Qwen3", "MoDA row 4, gates"),
 )
 SELECTED = [name for name in MODELS if name not in _ON_REQUEST]
 

@@ -70,7 +70,7 @@ class DepthRotaryEmbedding(nn.Module):
     ) -> tuple[torch.Tensor, float]:
         """The frequencies `[d / 2]` without scaling, fp32, and 1."""
         parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        size = head_size(config)
         return 1.0 / (parameters["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float) / size)), 1.0
 
     def scaling(self, kind: str | None) -> float:
@@ -98,6 +98,11 @@ class DepthRotaryEmbedding(nn.Module):
         angles = torch.cat((angles, angles), dim=-1)
         cos, sin = angles.cos() * scaling, angles.sin() * scaling
         return (cos, sin) if self.in_fp32 else (cos.to(x.dtype), sin.to(x.dtype))
+
+
+def head_size(config: PreTrainedConfig) -> int:
+    """The size of a head, for which some backbones have no field."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def table_name(kind: str | None, name: str) -> str:
@@ -190,7 +195,7 @@ class DecoderAttention(nn.Module):
         backbone = config.depth_backbone
         self.config, self.layer_idx, self.depth_impl = config, layer_idx, config.depth_impl
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        self.head_dim = head_size(config)
         self.num_key_value_groups = heads // kv_heads
         self.scaling = self.head_dim**-0.5
         self.attention_dropout = config.attention_dropout

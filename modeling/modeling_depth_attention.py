@@ -21,7 +21,7 @@ from depthmix.configuration.configuration_depth_attention import CONFIGURATIONS
 from depthmix.kernels.depth_dispatch import check_implementation
 from depthmix.kernels.depth_value_mix_op import depth_value_weights
 
-from .decoder_layers import DecoderAttention, DecoderLayer, biased_attention, eager_attention
+from .decoder_layers import DecoderAttention, DecoderLayer, biased_attention, eager_attention, head_size
 from .depth_decoder import DepthDecoderModel, DepthPreTrainedModel, Ledger, ModelClasses
 from .mixing_modules import MixingModule, mixing_dtype
 from .transformers_versions import accepts_both_cache_names
@@ -192,9 +192,9 @@ class DepthAttentionLedger(Ledger):
         return tuple(tensor.transpose(1, 2).flatten(2) for tensor in self.keys_and_values[item])
 
     def take(self, items: Mapping[int, tuple[torch.Tensor, ...]]) -> None:
-        head_dim = self.model.config.head_dim
+        by_heads = self.model.config.num_key_value_heads, -1
         for item, tensors in items.items():
-            self.keys_and_values[item] = [x.unflatten(2, (-1, head_dim)).transpose(1, 2) for x in tensors]
+            self.keys_and_values[item] = [x.unflatten(2, by_heads).transpose(1, 2) for x in tensors]
 
 
 class DepthAttentionStart(DepthPreTrainedModel):
@@ -232,7 +232,7 @@ class DepthAttentionDecoder(DepthDecoderModel):
         return {item: (item, frozenset(i for i, read in reads if item in read)) for item in self.last_reader}
 
     def item_widths(self) -> tuple[int, ...]:
-        return (self.config.num_key_value_heads * self.config.head_dim,) * 2
+        return (self.config.num_key_value_heads * head_size(self.config),) * 2
 
 
 MODELS = ModelClasses(

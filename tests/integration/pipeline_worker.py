@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.pipelining import schedules
-from transformers import AutoModelForCausalLM
 from transformers.utils import logging
+from two_process_worker import device, load
 
-import depthmix  # noqa: F401
 from depthmix.pipeline import next_token_loss, pipeline_stages
 
 
@@ -28,6 +27,7 @@ MICROBATCHES = 4
 
 def batch(vocab_size: int, padded: bool) -> dict[str, torch.Tensor]:
     ids = torch.randint(3, vocab_size, (2 * MICROBATCHES, 12), generator=torch.Generator().manual_seed(1))
+    ids = ids.to(device())
     if not padded:
         return {"input_ids": ids}
     mask = torch.ones_like(ids)
@@ -37,7 +37,7 @@ def batch(vocab_size: int, padded: bool) -> dict[str, torch.Tensor]:
 
 def reference(folder: Path, inputs: dict[str, torch.Tensor], steps: int):
     """Loss of each step, gradients after the last, and logits, of one process with the whole model."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).train()
+    model = load(folder, dtype=torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for _ in range(steps):
@@ -52,9 +52,9 @@ def reference(folder: Path, inputs: dict[str, torch.Tensor], steps: int):
 
 
 def run(folder: Path, schedule_name: str, num_stages: int, padded: bool, checkpoint: Path, steps: int = 2) -> dict:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).train()
+    model = load(folder, dtype=torch.float64)
     inputs = batch(model.config.vocab_size, padded)
-    stages = pipeline_stages(model, num_stages, "cpu")
+    stages = pipeline_stages(model, num_stages, device())
     del model
     schedule_class = getattr(schedules, schedule_name)
     is_single = issubclass(schedule_class, schedules.PipelineScheduleSingle)

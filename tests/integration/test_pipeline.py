@@ -1,6 +1,7 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """Pipeline parallelism over gloo: what stages send each other, and that all together train as one process does."""
 
+import copy
 import itertools
 import json
 import subprocess
@@ -9,9 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from family_models import AWAKE_FIELDS, ids_of, new_model, wake
+from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
 from depthmix import AttnResForCausalLM, DepthQwen3Config, DepthQwen3ForCausalLM
-from depthmix.pipeline import Plan, pipeline_stages
+from depthmix.families import FAMILIES
+from depthmix.pipeline import Plan, next_token_loss, pipeline_stages
 
 
 WORKER = Path(__file__).with_name("pipeline_worker.py")
@@ -130,6 +134,28 @@ def one_process():
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("pair", [name for name, f in FAMILIES.items() if f.method in ("depth_attention", "attnres")])
+def test_every_backbone(pair, one_process):
+    """All stages in one process, which keeps what layers hand each other; some backbones have no size of heads."""
+    family, fields = FAMILIES[pair], {"tie_word_embeddings": False, "output_router_logits": False}
+    model = wake(new_model(family, **AWAKE_FIELDS[family.method] | fields)).double()
+    if family.backbone.has_experts:
+        # the default has no fp64
+        model.set_experts_implementation("eager")
+    whole, ids, losses = copy.deepcopy(model), ids_of(4, 9), []
+    schedule = ScheduleInterleaved1F1B(pipeline_stages(model, 4, "cpu"), n_microbatches=2, loss_fn=next_token_loss)
+    schedule.step(ids, target=ids, losses=losses)
+    expected = next_token_loss(whole(ids).logits, ids)
+    expected.backward()
+    tolerance = 1e-4 if family.backbone.model_type == "kimi_linear" else 1e-10
+    assert sum(losses).item() / 2 == pytest.approx(expected.item(), abs=tolerance)
+    grads = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    largest = max(grad.norm() for grad in grads.values())
+    for name, parameter in model.named_parameters():
+        norm = grads[name].norm().clamp(min=1e-3 * largest)
+        assert (parameter.grad - grads[name]).norm() < tolerance * norm, name
 
 
 @pytest.mark.parametrize(

@@ -40,19 +40,29 @@ WORLD_SIZE = 2
 CHECKPOINTING = {"plain": None, "non_reentrant": {"use_reentrant": False}, "reentrant": {"use_reentrant": True}}
 
 
+def device() -> str:
+    """Of this process's tensors: `benchmarks.distributed` runs the same checks over NCCL."""
+    return "cuda" if dist.get_backend() == "nccl" else "cpu"
+
+
 def load(folder: str, **kwargs):
     if AutoConfig.from_pretrained(folder).depth_backbone.has_experts:
         # the default has no fp64
         kwargs["experts_implementation"] = "eager"
-    return AutoModelForCausalLM.from_pretrained(folder, **kwargs).train()
+    model = AutoModelForCausalLM.from_pretrained(folder, **kwargs).to(device()).train()
+    if kwargs.get("dtype") is torch.float64:
+        # Kimi Linear keeps some of a layer in fp32, and FSDP2 takes a layer of one dtype only
+        for parameter in model.parameters():
+            parameter.data = parameter.data.double()
+    return model
 
 
 def loss_of(model, ids):
     return model(input_ids=ids, labels=ids).loss
 
 
-def own_half(ids):
-    return ids.chunk(WORLD_SIZE)[dist.get_rank()]
+def own_part(ids):
+    return ids.chunk(dist.get_world_size())[dist.get_rank()]
 
 
 def enable_checkpointing(model, mode):
@@ -65,7 +75,7 @@ def enable_checkpointing(model, mode):
 
 
 def shard(model, **kwargs):
-    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+    mesh = init_device_mesh(device(), (dist.get_world_size(),))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, **kwargs)
     return fully_shard(model, mesh=mesh, **kwargs)
@@ -75,13 +85,13 @@ def whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def gradient_error(model, plain, ids) -> float:
+def gradient_error(model, plain, ids, parts: int = 1) -> float:
     """
     Largest error of a parameter's gradient, relative to its norm, or to that of the largest where nearly everything
     cancels; the plain model has seen the whole batch.
     """
     plain.zero_grad()
-    loss_of(plain, ids).backward()
+    plain_loss(plain, ids, parts).backward()
     gradients = {name.removeprefix("module."): whole(p.grad) for name, p in model.named_parameters()}
     expected = {name: p.grad for name, p in plain.named_parameters()}
     assert gradients.keys() == expected.keys()
@@ -91,24 +101,43 @@ def gradient_error(model, plain, ids) -> float:
     return max(((gradients[name] - expected[name]).norm() / norms[name]).item() for name in expected)
 
 
+def plain_loss(plain, ids, parts: int):
+    """Of one process with the whole batch; with an auxiliary loss of experts, which is that of each part, in parts."""
+    if not getattr(plain.config, "output_router_logits", False):
+        return loss_of(plain, ids)
+    return sum(loss_of(plain, part) for part in ids.chunk(parts)) / parts
+
+
+def loss_error(loss, plain, ids, parts: int) -> float:
+    """The mean of all processes' losses beside the loss of one process."""
+    mean = loss.detach() / dist.get_world_size()
+    dist.all_reduce(mean)
+    with torch.no_grad():
+        return (mean - plain_loss(plain, ids, parts)).abs().item()
+
+
+def errors(model, plain, ids, part, parts: int, steps: int = 1) -> dict[str, float]:
+    """Of loss and gradients: the model sees this process's part of the rows, of which there are so many in all."""
+    for _ in range(steps):
+        model.zero_grad()
+        loss = loss_of(model, part)
+        loss.backward()
+    return {"loss": loss_error(loss, plain, ids, parts), "gradients": gradient_error(model, plain, ids, parts)}
+
+
 def ddp(folder, ids, mode, **options):
     plain = load(folder, **{"dtype": torch.float64} | options)
     model = copy.deepcopy(plain)
     enable_checkpointing(model, mode)
-    parallel = DistributedDataParallel(model)
-    for _ in range(3):  # a parameter without a gradient stops the second step
-        parallel.zero_grad()
-        loss_of(parallel, own_half(ids)).backward()
-    return gradient_error(parallel, plain, ids)
+    # a parameter without a gradient stops the second step
+    return errors(DistributedDataParallel(model), plain, ids, own_part(ids), dist.get_world_size(), steps=3)
 
 
 def fsdp(folder, ids, mode, **options):
     plain = load(folder, **{"dtype": torch.float64} | options)
     model = copy.deepcopy(plain)
     enable_checkpointing(model, mode)
-    shard(model)
-    loss_of(model, own_half(ids)).backward()
-    return gradient_error(model, plain, ids)
+    return errors(shard(model), plain, ids, own_part(ids), dist.get_world_size())
 
 
 def kernels(folder, ids):
@@ -120,7 +149,7 @@ def fsdp_checkpointing_enabled_after_sharding(folder, ids):
     plain = load(folder, dtype=torch.float64)
     model = shard(copy.deepcopy(plain))
     enable_checkpointing(model, "reentrant")
-    loss_of(model, own_half(ids)).backward()
+    loss_of(model, own_part(ids)).backward()
     return gradient_error(model, plain, ids)
 
 
@@ -132,14 +161,14 @@ def fsdp_bf16(folder, ids):
     )
     arrived = []
     model.model.layers[-1].register_forward_pre_hook(lambda _, args: arrived.extend(args[1:]))
-    loss = loss_of(model, own_half(ids))
+    loss = loss_of(model, own_part(ids))
     loss.backward()
     plain = load(folder, dtype=torch.bfloat16)
     # the policy rounds mixing parameters too, which a bf16 model keeps in fp32
     with torch.no_grad():
         for parameter in plain.parameters():
             parameter.copy_(parameter.bfloat16())
-    expected = loss_of(plain, own_half(ids))
+    expected = loss_of(plain, own_part(ids))
     gradients = {name: whole(p.grad) for name, p in model.named_parameters()}
     assert all(gradient.isfinite().all() for gradient in gradients.values())
     return {
@@ -154,7 +183,7 @@ def fsdp_full_state_dict(folder, ids):
     """A step, then the whole state in a plain model: its logits beside those of the sharded one."""
     model = shard(load(folder, dtype=torch.float64))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loss_of(model, own_half(ids)).backward()
+    loss_of(model, own_part(ids)).backward()
     optimizer.step()
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     states = [state]
@@ -178,22 +207,26 @@ def local_size(model) -> int:
 
 def tensor_parallel(folder, ids):
     plain = load(folder, dtype=torch.float64)
-    model = load(folder, dtype=torch.float64, distributed_config=DistributedConfig(tp_size=WORLD_SIZE))
+    model = load(folder, dtype=torch.float64, distributed_config=DistributedConfig(tp_size=dist.get_world_size()))
     with torch.no_grad():
         logits_error = (model(ids).logits - plain(ids).logits).abs().max().item()
-    loss_of(model, ids).backward()
-    return {
-        "logits": logits_error,
-        "gradients": gradient_error(model, plain, ids),
-        "held": local_size(model) / local_size(plain),
-    }
+    held = local_size(model) / local_size(plain)
+    return errors(model, plain, ids, ids, 1) | {"logits": logits_error, "held": held}
+
+
+def two_dimensions(folder, ids):
+    """Tensor parallelism of pairs of neighbours, and FSDP2 over the pairs, each of which has rows of its own."""
+    plain = load(folder, dtype=torch.float64)
+    pairs = dist.get_world_size() // 2
+    model = load(folder, dtype=torch.float64, distributed_config=DistributedConfig(tp_size=2, fsdp_size=pairs))
+    return errors(model, plain, ids, ids.chunk(pairs)[dist.get_rank() // 2], pairs)
 
 
 def native_fsdp(folder, ids):
     """The sharding by the plan of the host library, and a save of what it sharded."""
     plain = load(folder, dtype=torch.float64)
     model = load(folder, dtype=torch.float64, distributed_config=DistributedConfig(fsdp_size=WORLD_SIZE))
-    loss_of(model, own_half(ids)).backward()
+    loss_of(model, own_part(ids)).backward()
     saved = f"{folder}-native-fsdp"
     model.save_pretrained(saved)
     dist.barrier()
@@ -217,9 +250,9 @@ def lean_loss_of_parts(folder, ids):
         output.loss.backward()
         return gradient_error(wrapped, plain, ids)
 
-    results["ddp"] = measure(copy.deepcopy(plain), own_half(ids), DistributedDataParallel)
-    results["fsdp"] = measure(copy.deepcopy(plain), own_half(ids), shard)
-    for name, part in (("fsdp_size", own_half(ids)), ("tp_size", ids)):
+    results["ddp"] = measure(copy.deepcopy(plain), own_part(ids), DistributedDataParallel)
+    results["fsdp"] = measure(copy.deepcopy(plain), own_part(ids), shard)
+    for name, part in (("fsdp_size", own_part(ids)), ("tp_size", ids)):
         model = load(folder, dtype=torch.float64, distributed_config=DistributedConfig(**{name: WORLD_SIZE}))
         results[name] = measure(model, part)
     return results
