@@ -147,19 +147,6 @@ FAMILIES = {
         own_modules=("attn_mixer", "mlp_mixer", "output_mixer"),
         idle_module="layers.0.attn_mixer",
     ),
-    "denseformer": Family(
-        head=DenseFormerForCausalLM,
-        classifier=DenseFormerForSequenceClassification,
-        vanilla=Qwen3ForCausalLM,
-        # not every layer has an average
-        reader=lambda layer: layer.depth_average or layer.mlp,
-        count_sources=lambda args, kwargs: len(args),
-        patterns={"spaced": {"dwa_dilation": 2, "dwa_period": 2}},
-        fresh_is_vanilla=True,
-        own_modules=("depth_average",),
-        fewest_layers=3,
-        has_depth_weights=False,
-    ),
     "mhc": Family(
         head=MHCForCausalLM,
         classifier=MHCForSequenceClassification,
@@ -191,6 +178,19 @@ FAMILIES = {
         own_are_linear=True,
         weights_fields={"output_attentions": True, "attn_implementation": "eager"},
         weights_name="attentions",
+    ),
+    "denseformer": Family(
+        head=DenseFormerForCausalLM,
+        classifier=DenseFormerForSequenceClassification,
+        vanilla=Qwen3ForCausalLM,
+        # not every layer has an average
+        reader=lambda layer: layer.depth_average or layer.mlp,
+        count_sources=lambda args, kwargs: len(args),
+        patterns={"spaced": {"dwa_dilation": 2, "dwa_period": 2}},
+        fresh_is_vanilla=True,
+        own_modules=("depth_average",),
+        fewest_layers=3,
+        has_depth_weights=False,
     ),
 }
 
@@ -336,13 +336,22 @@ def assert_awake(vanilla_twin):
     return assert_awake
 
 
+# the arguments of models that a test of this process has found to be awake
+FOUND_AWAKE: set[str] = set()
+
+
 @pytest.fixture
 def build_awake(build, assert_awake):
     """`build_awake(family, **fields)` is `build` with the control that the mixing matters."""
 
     def build_awake(family: Family, **fields):
-        model = build(model_class=family.head, **family.defaults | fields)
-        assert_awake(model)
+        fields = family.defaults | fields
+        model = build(model_class=family.head, **fields)
+        # equal arguments give equal models
+        arguments = repr((family.head, sorted(fields.items())))
+        if arguments not in FOUND_AWAKE:
+            assert_awake(model)
+            FOUND_AWAKE.add(arguments)
         return model
 
     return build_awake

@@ -42,7 +42,8 @@ def distributed():
     sys.path.remove(str(ROOT))
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
+@pytest.mark.once
 def test_correctness(tmp_path):
     """What is equal, what is not, and what failed, each in its row; one that fails ends no other."""
     command = [sys.executable, "-c", SPOILT, "correctness", "--families", "attnres"]

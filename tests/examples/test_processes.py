@@ -95,7 +95,7 @@ def assert_same_weights(folder, expected: dict, tolerance: float) -> None:
             assert (found[name] - tensor).norm() <= tolerance * (tensor - start[name]).norm(), name
 
 
-@pytest.mark.parametrize("config", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("config", [pytest.param("ddp", marks=pytest.mark.exhaustive), "fsdp2"])
 def test_two_processes_train_as_one(config, straight, one_process):
     output, found = straight(2, config)
     expected = one_process("depth_qwen3")

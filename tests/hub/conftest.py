@@ -86,7 +86,7 @@ def pytest_itemcollected(item):
         item.add_marker(pytest.mark.long)
         sampled = item.get_closest_marker("sampled_peer")
         if sampled and parameters["clean_python"] != sys.executable:
-            item.add_marker(pytest.mark.sampled(*sampled.args or (1,)))
+            item.add_marker(pytest.mark.sampled(*sampled.args))
 
 
 @pytest.fixture

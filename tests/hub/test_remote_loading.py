@@ -76,7 +76,8 @@ def load_and_resave(causal, classifier, ids, resaved):
     }
 
 
-@pytest.mark.sampled_peer(2)
+@pytest.mark.sampled(3)
+@pytest.mark.sampled_peer(1)
 def test_load_without_package(clean_python, family, build, token_ids, assert_awake, assert_complete, tmp_path):
     model = build()
     classifier = build(model_class=family.classifier, num_labels=3)
@@ -131,6 +132,7 @@ def load_from_folders(folders, ids, resaved):
 
 # how a folder becomes a module's name does not depend on what the module holds
 @pytest.mark.sampled(1)
+@pytest.mark.sampled_peer(0)
 @pytest.mark.two_families
 def test_unusual_folders(clean_python, build, token_ids, assert_awake, assert_complete, tmp_path):
     model = build()
@@ -161,8 +163,8 @@ def save_configurations_alone(folder, saved):
         AutoConfig.from_pretrained(saved[number], trust_remote_code=True).save_pretrained(f"{saved[number]}-again")
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.sampled_peer
+@pytest.mark.sampled(1)
+@pytest.mark.sampled_peer(0)
 def test_a_configuration_saved_alone_brings_all_code(
     clean_python, build, token_ids, assert_awake, assert_complete, tmp_path
 ):
@@ -208,7 +210,7 @@ def read_by_value(file):
 
 
 @pytest.mark.once
-@pytest.mark.sampled_peer
+@pytest.mark.sampled_peer(1)
 def test_configurations_are_handed_on_by_value(clean_python, family, tiny, tmp_path):
     """As servers hand a configuration of remote code to processes that have not loaded that code."""
     configurations = [
@@ -252,7 +254,7 @@ def smooth_labels(folder, ids, output):
     return {"loss": loss, "expected": expected}
 
 
-@pytest.mark.sampled_peer
+@pytest.mark.sampled_peer(1)
 def test_label_smoothing_without_package(clean_python, family, build, token_ids, tmp_path):
     build().save_pretrained(tmp_path / "saved")
     results = clean_python(smooth_labels, str(tmp_path / "saved"), token_ids(2, 9), str(tmp_path / "run"))

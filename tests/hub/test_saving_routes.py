@@ -107,6 +107,7 @@ def assert_all_pushed(build, tmp_path):
 
 # ways to save differ in what the host library calls, not in what a family has
 @pytest.mark.sampled(1)
+@pytest.mark.sampled_peer(0)
 @pytest.mark.two_families
 def test_trainer_adapter_and_remote_class(
     clean_python, family, build, token_ids, assert_awake, assert_complete, assert_all_pushed, tmp_path

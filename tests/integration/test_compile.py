@@ -94,7 +94,9 @@ def test_bound_forward_by_position(family, part, build_awake, token_ids):
 
 
 @pytest.mark.parametrize(
-    "checkpointing", [False, pytest.param(True, marks=pytest.mark.sampled(2))], ids=["plain", "checkpointing"]
+    "checkpointing",
+    [pytest.param(False, marks=pytest.mark.sampled(3)), pytest.param(True, marks=pytest.mark.sampled(1))],
+    ids=["plain", "checkpointing"],
 )
 def test_training_step(
     family,
@@ -131,6 +133,7 @@ def test_lengths_share_a_graph(family, build_awake, token_ids, logits_of, counti
     assert len(graphs) == 1
 
 
+@pytest.mark.sampled(3)
 def test_static_cache_decoding(family, build_awake, token_ids, logits_of, counting):
     model = build_awake(family, num_hidden_layers=3)
     compiled = torch.compile(model.forward, fullgraph=True, backend=counting)
@@ -234,7 +237,10 @@ def test_depth_weights(build_awake, token_ids, counting_eager, family):
 
 @pytest.mark.parametrize(
     "strict",
-    [False, pytest.param(True, marks=[pytest.mark.once, pytest.mark.sampled(1)])],
+    [
+        pytest.param(False, marks=pytest.mark.sampled(3)),
+        pytest.param(True, marks=[pytest.mark.once, pytest.mark.sampled(1)]),
+    ],
     ids=["non_strict", "strict"],
 )
 def test_export(family, strict, build_awake, token_ids, logits_of):

@@ -29,19 +29,29 @@ MODELS = {
     "cumulative": (AttnResForCausalLM, {"attnres_variant": "cumulative", "attnres_block_size": 4}),
     "gated": (DepthQwen3ForCausalLM, {"depth_stride": 3, "depth_gate": True}),
 }
-# model, schedule, stages, whether there is padding
+# ranks, and models with schedules
 CASES = {
-    2: [
-        *itertools.product(
-            ("depth_attention", "attnres"),
-            ("Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"),
-        ),
-        ("attnres_odd", "ScheduleInterleaved1F1B"),
-        ("attnres_full", "ScheduleGPipe"),
-        ("cumulative", "ScheduleInterleaved1F1B"),
-        ("gated", "ScheduleInterleaved1F1B"),
-    ],
-    4: [(model, schedule) for model in MODELS for schedule in ("Schedule1F1B", "ScheduleInterleaved1F1B")],
+    "two ranks": (
+        2,
+        [
+            ("depth_attention", "Schedule1F1B"),
+            ("attnres", "ScheduleInterleavedZeroBubble"),
+            ("attnres_odd", "ScheduleInterleaved1F1B"),
+            ("attnres_full", "ScheduleGPipe"),
+            ("gated", "ScheduleInterleaved1F1B"),
+        ],
+    ),
+    "two ranks, all schedules": (
+        2,
+        [
+            ("depth_attention", "ScheduleInterleaved1F1B"),
+            ("depth_attention", "ScheduleInterleavedZeroBubble"),
+            ("attnres", "Schedule1F1B"),
+            ("attnres", "ScheduleInterleaved1F1B"),
+            ("cumulative", "ScheduleInterleaved1F1B"),
+        ],
+    ),
+    "four ranks": (4, [*itertools.product(MODELS, ("Schedule1F1B", "ScheduleInterleaved1F1B"))]),
 }
 
 
@@ -60,10 +70,15 @@ def awake(build):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
-def test_trains_as_one_process_does(ranks, awake, tmp_path):
+@pytest.mark.once
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind == "two ranks" else [pytest.mark.exhaustive]) for kind in CASES]
+)
+def test_trains_as_one_process_does(kind, awake, tmp_path):
+    ranks, chosen = CASES[kind]
     cases = {}
-    for number, (name, schedule) in enumerate(CASES[ranks]):
+    # every second one with padding
+    for number, (name, schedule) in enumerate(chosen):
         if not (tmp_path / name).exists():
             awake(name).save_pretrained(tmp_path / name)
         stages = 2 * ranks if "Interleaved" in schedule else ranks

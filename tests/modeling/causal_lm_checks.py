@@ -119,6 +119,7 @@ class CausalLMChecks:
     # name of a module that has nothing to mix, so that its gradient is zero, or nothing but rounding
     idle_module: ClassVar[str | None] = None
     sequence_classification_class: ClassVar[type]
+    found_awake: ClassVar[set] = set()
 
     def pytest_generate_tests(self, metafunc):
         if "variant" in metafunc.fixturenames:
@@ -146,7 +147,10 @@ class CausalLMChecks:
     @pytest.fixture
     def model(self, build, assert_awake, variant):
         model = build(**self.variants[variant])
-        assert_awake(model)
+        # a variant is built anew for each check, and always the same
+        if (type(self), variant) not in self.found_awake:
+            assert_awake(model)
+            self.found_awake.add((type(self), variant))
         return model
 
     @pytest.fixture
