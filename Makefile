@@ -2,6 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 OLDEST := .venv-oldest
+# of the environment with the oldest transformers; with another one than PYTHON, `make test` tests two Pythons
+OLDEST_PYTHON ?= $(PYTHON)
+SHARED := $(filter $(lastword $(shell $(PYTHON) -V 2>&1)),$(lastword $(shell $(OLDEST_PYTHON) -V 2>&1)))
 DOCS := .venv-docs
 PRINT_EXTRA := import configparser, sys; setup = configparser.ConfigParser(); setup.read("setup.cfg"); \
 	print(setup["options.extras_require"][sys.argv[1]])
@@ -127,14 +130,21 @@ $(DOCS)/ready: setup.cfg constraints.txt
 	$(DOCS)/bin/python -m pip install $(PIP_OPTIONS) -c constraints.txt $$($(DOCS)/bin/python -c '$(PRINT_EXTRA)' docs)
 	touch $@
 
-# the oldest supported transformers, without Triton; everything else is read from the first environment
-$(OLDEST)/ready: $(VENV)/ready constraints-oldest.txt
-	$(PYTHON) -m venv --without-pip $(OLDEST)
+# the oldest supported transformers, without Triton; everything else is read from the first environment, if that is of
+# the same Python
+$(OLDEST)/ready: $(if $(SHARED),$(VENV)/ready) setup.cfg pyproject.toml constraints.txt constraints-oldest.txt
+ifdef SHARED
+	$(OLDEST_PYTHON) -m venv --without-pip $(OLDEST)
 	$(VENV)/bin/python -m pip --python $(OLDEST)/bin/python install $(PIP_OPTIONS) --no-deps \
 		-r constraints-oldest.txt -e .
-	site=$$($(OLDEST)/bin/python -c '$(PRINT_SITE)'); \
-		$(VENV)/bin/python -c '$(PRINT_SITE)' > $$site/shared.pth; \
-		echo 'import sys; sys.modules["triton"] = None' > $$site/without_triton.pth
+	$(VENV)/bin/python -c '$(PRINT_SITE)' > $$($(OLDEST)/bin/python -c '$(PRINT_SITE)')/shared.pth
+else
+	$(OLDEST_PYTHON) -m venv $(OLDEST)
+	sed 's/==.*/==/' constraints-oldest.txt | grep -vFf - constraints.txt > $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/python -m pip install $(PIP_OPTIONS) -c $(OLDEST)/constraints.txt -r constraints-oldest.txt -e ".[test]"
+endif
+	echo 'import sys; sys.modules["triton"] = None' \
+		> $$($(OLDEST)/bin/python -c '$(PRINT_SITE)')/without_triton.pth
 	touch $@
 
 # what vLLM draws in for images and sound is built for another torch, and breaks imports of transformers
