@@ -8,8 +8,9 @@ which compute the same function; the mixing of a random awake model changes how 
 
 import pytest
 import torch
-from family_models import AWAKE_FIELDS, VANILLA_FIELDS, fields_of, ids_of, new_model, wake
+from family_models import AWAKE_FIELDS, VANILLA_FIELDS, ids_of, new_model, wake
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, QuantoConfig, TorchAoConfig
+from wide_models import new_wide_vanilla, relative_error, wide
 
 from depthmix.modeling.mixing_modules import MixingModule
 
@@ -26,23 +27,6 @@ CHOICES = {
 }
 
 
-def wide(pair):
-    """Fields with which every matrix has whole groups of 64 numbers, and no layer a window."""
-    fields = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "use_sliding_window": False}
-    known = fields_of(pair)
-    return {name: value for name, value in fields.items() if name in known} | (
-        {"layer_types": None} if "layer_types" in known else {}
-    )
-
-
-def relative_error(model, quantised):
-    """Of the logits, as a part of their spread."""
-    ids = ids_of(4, 48)
-    with torch.no_grad():
-        expected = model(ids).logits
-        return ((quantised(ids).logits - expected).square().mean().sqrt() / expected.std()).item()
-
-
 def load(folder, choice, **options):
     return AutoModelForCausalLM.from_pretrained(
         folder, quantization_config=CHOICES[choice](), device_map="cpu", **options
@@ -52,11 +36,8 @@ def load(folder, choice, **options):
 @pytest.mark.parametrize("choice", CHOICES)
 def test_no_more_harm_than_to_the_vanilla_model(pair, choice, tmp_path):
     model = new_model(pair, **VANILLA_FIELDS[pair.method] | wide(pair))
-    torch.manual_seed(0)
-    head = pair.backbone.stock_class("ForCausalLM")
-    vanilla = head(head.config_class(**fields_of(pair) | wide(pair))).eval()
     errors = []
-    for name, each in (("model", model), ("vanilla", vanilla)):
+    for name, each in (("model", model), ("vanilla", new_wide_vanilla(pair))):
         each.save_pretrained(tmp_path / name)
         errors.append(relative_error(each, load(tmp_path / name, choice, dtype="float32")))
     assert 1e-3 < errors[1] < 1
