@@ -1,7 +1,7 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
 """
-Packages that train, quantise and evaluate. `make test-extras` and `make test-calibration` install them; elsewhere these
-tests are left out.
+Packages that train, quantise and evaluate. `make test-extras` and `make test-calibration` install them; elsewhere
+these tests are left out.
 """
 
 import json

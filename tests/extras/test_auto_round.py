@@ -16,7 +16,7 @@ def quantise(model, tokenizer):
 
 
 def test_going_from_layer_to_layer_is_refused(pair, tokenizer):
-    """Also where layers would go on with wrong numbers. The streams of mHC have a dimension that the tool's loss lacks."""
+    """Also where layers would go on with wrong numbers. With the streams of mHC the tool's loss fails by itself."""
     model = wake(new_model(pair, **AWAKE_FIELDS[pair.method] | wide(pair)))
     message = "size of tensor" if pair.method == "mhc" else r"Layer \d got 0 tensors of earlier layers and needs"
     with pytest.raises(RuntimeError, match=message):
