@@ -10,14 +10,15 @@ PRINT_EXTRA := import configparser, sys; setup = configparser.ConfigParser(); se
 	print(setup["options.extras_require"][sys.argv[1]])
 VLLM := .venv-vllm
 EXTRAS := .venv-extras
+CALIBRATION := .venv-calibration
 PRINT_SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 # Python compiles what it imports, and keeps it even where the surroundings say otherwise: tests start dozens of
 # processes, and without that each takes six seconds longer. Of what is installed it is a part, so pip compiles nothing
 unexport PYTHONDONTWRITEBYTECODE
 PIP_OPTIONS := --quiet --disable-pip-version-check --no-compile
 
-.PHONY: demo environments compiled test test-all test-fast test-pythons coverage test-gpu test-vllm test-extras fuzz kill docs \
-	quality style clean
+.PHONY: demo environments compiled test test-all test-fast test-pythons coverage test-gpu test-vllm test-extras test-calibration \
+	fuzz kill docs quality style clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/python examples/demo.py
@@ -86,6 +87,10 @@ test-vllm: $(VLLM)/ready
 test-extras: $(EXTRAS)/ready
 	$(EXTRAS)/bin/python $(PYTEST) tests/extras
 
+# GPTQ by llm-compressor, which allows an older transformers only
+test-calibration: $(CALIBRATION)/ready
+	$(CALIBRATION)/bin/python -m pytest tests/extras/test_llm_compressor.py
+
 # damaged checkpoints by the thousand, from one seed: FUZZ_COUNT of each of six kinds, each for FUZZ_SECONDS at most
 fuzz: $(VENV)/ready
 	FUZZ_COUNT=$${FUZZ_COUNT:-1000} FUZZ_SEED=$${FUZZ_SEED:-1} FUZZ_SECONDS=$${FUZZ_SECONDS:-900} \
@@ -117,7 +122,7 @@ style: $(VENV)/ready
 	$(VENV)/bin/ruff format .
 
 clean:
-	rm -rf $(VENV) $(PYTHONS:%=.venv-%) $(OLDEST) $(DOCS) $(VLLM) $(EXTRAS) site demo_output build dist *.egg-info
+	rm -rf $(VENV) $(PYTHONS:%=.venv-%) $(OLDEST) $(DOCS) $(VLLM) $(EXTRAS) $(CALIBRATION) site demo_output build dist *.egg-info
 
 $(VENV)/ready: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -157,4 +162,9 @@ $(VLLM)/ready: constraints-vllm.txt
 $(EXTRAS)/ready: setup.cfg pyproject.toml constraints.txt constraints-extras.txt
 	$(PYTHON) -m venv $(EXTRAS)
 	$(EXTRAS)/bin/python -m pip install $(PIP_OPTIONS) -r constraints-extras.txt -e .
+	touch $@
+
+$(CALIBRATION)/ready: setup.cfg pyproject.toml constraints-calibration.txt
+	$(PYTHON) -m venv $(CALIBRATION)
+	$(CALIBRATION)/bin/python -m pip install $(PIP_OPTIONS) -r constraints-calibration.txt -e .
 	touch $@

@@ -390,6 +390,18 @@ class DecoderLayer(GradientCheckpointingLayer):
         bias = has_bias(config, backbone.mlp_bias)
         return attention, DepthMLP(config.hidden_size, config.intermediate_size, activation, bias)
 
+    def check_handed_on(self, given: int, *needed: int) -> None:
+        """
+        Raises:
+            `RuntimeError`: if the layer got more or fewer tensors of earlier layers than it works with.
+        """
+        if given not in needed:
+            raise RuntimeError(
+                f"Layer {self.layer_idx} got {given} tensor{'' if given == 1 else 's'} of earlier layers and needs "
+                f"{' or '.join(map(str, needed))}. With depth mixing a layer does not run on the hidden states alone, "
+                "as tools that calibrate a quantisation layer by layer would have it."
+            )
+
     def norm_at(self, place: int) -> nn.Module | None:
         """The norm before (0) or after (1) the attention, before (2) or after (3) the feed-forward network, if any."""
         name = self.norm_names[place]

@@ -226,6 +226,9 @@ class AttnResLayer(DecoderLayer):
         counts = config.num_finished_sources[2 * layer_idx : 2 * layer_idx + 3]
         self.num_sources = counts[0]
         self.restarts = config.attnres_variant != "cumulative"
+        self.num_handed_on = self.num_sources + (self.is_additive and self.restarts)
+        # with the mixes of the attention, where it has sources, and of the feed-forward network
+        self.num_with_mixes = self.num_sources + (4 if self.num_sources else 2)
         self.ends_block_before_attention = self.restarts and counts[1] > counts[0]
         self.ends_block_before_mlp = self.restarts and counts[2] > counts[1]
 
@@ -255,9 +258,11 @@ class AttnResLayer(DecoderLayer):
             `[B, T, number of sources]`. A tensor if it is one only.
         """
         if self.is_additive:
+            self.check_handed_on(len(depth_tensors), self.num_handed_on)
             return self.add_to_stream(
                 hidden_states, depth_tensors, output_depth_weights, past_key_values=past_key_values, **kwargs
             )
+        self.check_handed_on(len(depth_tensors), self.num_handed_on, self.num_with_mixes)
         sources, phase_1 = depth_tensors[: self.num_sources], depth_tensors[self.num_sources :]
         if sources and not phase_1 and not self.ends_block_before_attention:
             results, _ = mix_for_all((self.attn_mixer, self.mlp_mixer), sources)

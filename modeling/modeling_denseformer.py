@@ -52,6 +52,7 @@ class DenseFormerLayer(DecoderLayer):
         super().__init__(config, layer_idx)
         sources = config.average_sources
         self.depth_average = DepthAverage(len(sources[layer_idx]), config.depth_impl) if sources[layer_idx] else None
+        self.num_handed_on = max(len(sources[layer_idx]) - 1, 0)
         self.is_read_later = any(layer_idx + 1 in read for read in sources[layer_idx + 1 :])
 
     @accepts_both_cache_names
@@ -70,6 +71,7 @@ class DenseFormerLayer(DecoderLayer):
         Returns:
             The average, or without one the layer's output, `[B, T, hidden]`; then its output, if it is read later.
         """
+        self.check_handed_on(len(sources), self.num_handed_on)
         hidden_states = hidden_states + self.attend(hidden_states, past_key_values=past_key_values, **kwargs)
         hidden_states = hidden_states + self.feed_forward(hidden_states)
         if self.depth_average is None:

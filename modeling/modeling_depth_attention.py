@@ -134,6 +134,12 @@ class DepthAttentionLayer(DecoderLayer):
 
     attention_class = DepthAttention
 
+    def __init__(self, config: PreTrainedConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        # in the passes of a looped model they differ
+        reads = config.depth_sources[layer_idx :: config.num_hidden_layers]
+        self.num_handed_on = sorted({2 * len(sources) for sources in reads})
+
     @accepts_both_cache_names
     def forward(
         self,
@@ -154,6 +160,7 @@ class DepthAttentionLayer(DecoderLayer):
         Returns:
             The hidden states `[B, T, hidden]`, and in a source layer its key and mixed value, `[B, Hkv, T, d]`.
         """
+        self.check_handed_on(len(sources), *self.num_handed_on)
         update, _, _, *key_and_value = self.self_attn(
             hidden_states=self.normalise(0, hidden_states),
             past_key_values=past_key_values,

@@ -377,6 +377,11 @@ class MoDALayer(DecoderLayer):
         Returns:
             The hidden states `[B, T, hidden]`, then key and value of each slot that the layer makes.
         """
+        if self.self_attn.first_slot < self.self_attn.last_slot:
+            stream, needed = kwargs.get("depth_stream"), self.self_attn.last_slot
+            # a layer that is computed again for its gradients finds the slots of later ones written too
+            written = min(stream.written, needed) if stream is not None and handle else 0
+            self.check_handed_on(2 * written, 2 * needed)
         attn_input = self.normalise(0, hidden_states)
         update, _, *slots = self.self_attn(
             hidden_states=attn_input, past_key_values=past_key_values, handle=handle, **kwargs

@@ -106,6 +106,7 @@ class ValueResidualLayer(DecoderLayer):
         Returns:
             The hidden states `[B, T, hidden]`, and in the first layer its value `[B, T, Hkv * d]`.
         """
+        self.check_handed_on(int(first_value is not None), int(self.layer_idx > 0))
         update, _, *value = self.self_attn(
             hidden_states=self.normalise(0, hidden_states),
             past_key_values=past_key_values,

@@ -33,6 +33,7 @@ REASONS = {
     "starts a server": r"\bserve\b",
     "needs several processes": r"torchrun|accelerate launch",
     "needs nnsight": r"^import nnsight",
+    "needs llm-compressor": r"llmcompressor",
     "needs matplotlib": r"\bplot\b|matplotlib",
     "shows a form": r"^from \.\w+ import",
 }

@@ -1,8 +1,13 @@
 # Copyright 2026 The depthmix authors. Licensed under the Apache License, Version 2.0.
-"""Packages that train, quantise and evaluate. `make test-extras` installs them; elsewhere these tests are left out."""
+"""
+Packages that train, quantise and evaluate. `make test-extras` and `make test-calibration` install them; elsewhere
+these tests are left out.
+"""
 
 import json
+import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +18,17 @@ from transformers import PreTrainedTokenizerFast
 from depthmix.families import FAMILIES
 
 
-MODULES = ("lm_eval", "trl", "torchao", "optimum.quanto", "bitsandbytes", "onnxscript", "onnxruntime")
+# lets tests import what lies in this folder
+sys.path.append(str(Path(__file__).parent))
+
+MODULES = ("lm_eval", "trl", "torchao", "optimum.quanto", "bitsandbytes", "onnxscript", "onnxruntime", "auto_round")
 has_all = all(find_spec(name.partition(".")[0]) for name in MODULES)
 collect_ignore_glob = [] if has_all else ["test_*.py"]
+# it takes an older transformers, in an environment of its own
+OWN = "test_llm_compressor.py"
+collect_ignore = [] if find_spec("llmcompressor") else [OWN]
+if collect_ignore_glob and not collect_ignore:
+    collect_ignore_glob = [path.name for path in Path(__file__).parent.glob("test_*.py") if path.name != OWN]
 
 TASK = """\
 task: local_choices

@@ -8,8 +8,16 @@ which compute the same function; the mixing of a random awake model changes how 
 
 import pytest
 import torch
-from family_models import AWAKE_FIELDS, VANILLA_FIELDS, fields_of, ids_of, new_model, wake
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, QuantoConfig, TorchAoConfig
+from family_models import AWAKE_FIELDS, CACHE_NAME, VANILLA_FIELDS, ids_of, new_model, wake
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    HqqConfig,
+    QuantizedCache,
+    QuantoConfig,
+    TorchAoConfig,
+)
+from wide_models import new_wide_vanilla, relative_error, wide
 
 from depthmix.modeling.mixing_modules import MixingModule
 
@@ -26,23 +34,6 @@ CHOICES = {
 }
 
 
-def wide(pair):
-    """Fields with which every matrix has whole groups of 64 numbers, and no layer a window."""
-    fields = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "use_sliding_window": False}
-    known = fields_of(pair)
-    return {name: value for name, value in fields.items() if name in known} | (
-        {"layer_types": None} if "layer_types" in known else {}
-    )
-
-
-def relative_error(model, quantised):
-    """Of the logits, as a part of their spread."""
-    ids = ids_of(4, 48)
-    with torch.no_grad():
-        expected = model(ids).logits
-        return ((quantised(ids).logits - expected).square().mean().sqrt() / expected.std()).item()
-
-
 def load(folder, choice, **options):
     return AutoModelForCausalLM.from_pretrained(
         folder, quantization_config=CHOICES[choice](), device_map="cpu", **options
@@ -52,11 +43,8 @@ def load(folder, choice, **options):
 @pytest.mark.parametrize("choice", CHOICES)
 def test_no_more_harm_than_to_the_vanilla_model(pair, choice, tmp_path):
     model = new_model(pair, **VANILLA_FIELDS[pair.method] | wide(pair))
-    torch.manual_seed(0)
-    head = pair.backbone.stock_class("ForCausalLM")
-    vanilla = head(head.config_class(**fields_of(pair) | wide(pair))).eval()
     errors = []
-    for name, each in (("model", model), ("vanilla", vanilla)):
+    for name, each in (("model", model), ("vanilla", new_wide_vanilla(pair))):
         each.save_pretrained(tmp_path / name)
         errors.append(relative_error(each, load(tmp_path / name, choice, dtype="float32")))
     assert 1e-3 < errors[1] < 1
@@ -91,3 +79,28 @@ def test_greedy_generation(pair, choice, tmp_path):
     generated = quantised.generate(ids, **greedy)
     assert generated.shape == (1, 15)
     assert torch.equal(generated, quantised.generate(ids, use_cache=False, **greedy))
+
+
+@pytest.mark.parametrize(("backend", "axis"), [("quanto", 0), ("hqq", 1)])
+@torch.no_grad()
+def test_quantised_cache(pair, backend, axis):
+    """What a cache in 4 bit adds is what it adds to the vanilla model, of which retrofits have keys and values."""
+    options = {"nbits": 4, "axis_key": axis, "axis_value": axis, "q_group_size": 32, "residual_length": 8}
+    errors, ids = [], ids_of(2, 48)
+    for model in (new_model(pair, **VANILLA_FIELDS[pair.method] | wide(pair)), new_wide_vanilla(pair)):
+        cache = QuantizedCache(backend=backend, config=model.config, **options)
+        chunks = [model(chunk, use_cache=True, **{CACHE_NAME: cache}).logits for chunk in ids.split(16, dim=1)]
+        expected = model(ids, use_cache=False).logits
+        errors.append(((torch.cat(chunks, dim=1) - expected)[:, 16:].square().mean().sqrt() / expected.std()).item())
+    assert 1e-2 < errors[1] < 1
+    assert errors[0] <= 1.05 * errors[1]
+
+
+def test_hqq_is_refused_by_transformers(pair, tmp_path):
+    """For the vanilla model as well."""
+    for name, model in (("model", new_model(pair, **wide(pair))), ("vanilla", new_wide_vanilla(pair))):
+        model.save_pretrained(tmp_path / name)
+        with pytest.raises(NotImplementedError, match="HQQ"):
+            AutoModelForCausalLM.from_pretrained(
+                tmp_path / name, quantization_config=HqqConfig(nbits=4, group_size=64), device_map="cpu"
+            )

@@ -130,6 +130,31 @@ def test_mixing_matters(pair, awake):
 @pytest.mark.once
 @EVERY_PAIR
 @torch.no_grad()
+def test_layers_do_not_run_on_hidden_states_alone(pair, awake):
+    """
+    As calibration of quantisers has them run that goes from layer to layer: it would go on with wrong numbers. What
+    the model itself hands on is enough, and neither less nor more.
+    """
+    calls, refused = [], 0
+    for layer in awake.base_model.layers:
+        layer.register_forward_hook(lambda *call: calls.append(call), with_kwargs=True)
+    awake(ids_of(2, 7), use_cache=False)
+    for layer, (hidden_states, *handed_on), kwargs, output in calls[: len(awake.base_model.layers)]:
+        torch.testing.assert_close(layer(hidden_states, *handed_on, **kwargs), output, rtol=0, atol=0)
+        if handed_on:
+            refused += 1
+            for fewer in ((), *([handed_on[:-1]] if pair.method != "moda" else [])):
+                with pytest.raises(RuntimeError, match=rf"Layer {layer.layer_idx} got \d+ tensors? of earlier layers"):
+                    layer(hidden_states, *fewer, **kwargs)
+        elif pair.method not in ("moda", "mhc"):
+            with pytest.raises((RuntimeError, TypeError), match="got 1 tensor|takes"):
+                layer(hidden_states, hidden_states, **kwargs)
+    assert bool(refused) == (pair.method != "mhc")
+
+
+@pytest.mark.once
+@EVERY_PAIR
+@torch.no_grad()
 def test_cached_equals_uncached(pair, awake):
     ids, cache = ids_of(2, 14), DynamicCache(config=awake.config)
     chunks = [
