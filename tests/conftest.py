@@ -237,8 +237,14 @@ def pytest_generate_tests(metafunc):
     if metafunc.definition.get_closest_marker("two_families"):
         families = {name: FAMILIES[name] for name in ("depth_qwen3", "attnres")}
     if "pattern" in metafunc.fixturenames:
+        first_only = metafunc.definition.get_closest_marker("densest")
         cases = [
-            pytest.param(family, fields, id=f"{name}-{pattern}")
+            pytest.param(
+                family,
+                fields,
+                id=f"{name}-{pattern}",
+                marks=pytest.mark.exhaustive if first_only and fields is not family.densest else (),
+            )
             for name, family in families.items()
             for pattern, fields in family.patterns.items()
         ]

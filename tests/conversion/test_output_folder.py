@@ -149,7 +149,7 @@ def commands():
         yield process
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", pytest.param("SIGHUP", marks=pytest.mark.exhaustive)])
 def test_a_signalled_process_leaves_nothing(name, commands, qwen3_source, workplace, tmp_path):
     arguments = [tmp_path / "log", "convert", qwen3_source(), workplace / "converted"]
     print(json.dumps([str(argument) for argument in arguments]), file=commands.stdin, flush=True)

@@ -99,6 +99,7 @@ def test_frozen_embeddings_and_lower_layers(
 
 @pytest.mark.long
 @BOTH_MODES
+@pytest.mark.densest
 def test_training_steps_with_the_cache_left_on(
     family, pattern, use_reentrant, build_awake, token_ids, enable_checkpointing
 ):

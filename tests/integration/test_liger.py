@@ -220,7 +220,7 @@ print(type(model).__module__.split(".")[0], output.logits is None)
     ("order", "auto"),
     [
         ("depthmix first", "auto"),
-        ("liger first", "auto"),
+        pytest.param("liger first", "auto", marks=pytest.mark.exhaustive),
         ("no depthmix", "trainer"),
     ],
 )

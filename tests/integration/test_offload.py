@@ -38,6 +38,7 @@ def test_cpu_offload(family, pattern, build_awake, token_ids, logits_of):
     assert torch.equal(generate(model, ids), tokens)
 
 
+@pytest.mark.densest
 def test_dispatch_to_disk(family, pattern, build_awake, token_ids, logits_of, mixed_device_map, tmp_path):
     model = build_awake(family, **pattern)
     ids = token_ids(2, 9)
@@ -60,6 +61,7 @@ def test_automatic_device_map(family, build_awake, token_ids, logits_of, tmp_pat
     assert torch.equal(logits_of(loaded, ids), logits_of(model, ids))
 
 
+@pytest.mark.densest
 def test_loading_with_an_offload_folder(
     family, pattern, build_awake, token_ids, logits_of, mixed_device_map, tmp_path
 ):

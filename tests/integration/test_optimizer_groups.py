@@ -144,7 +144,7 @@ def test_nothing_to_train():
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("first", ["depthmix", "transformers.trainer"])
+@pytest.mark.parametrize("first", [pytest.param("depthmix", marks=pytest.mark.exhaustive), "transformers.trainer"])
 def test_order_of_imports(first, fresh_python):
     code = (
         f"import sys, {first}\n"

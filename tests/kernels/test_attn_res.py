@@ -489,7 +489,7 @@ def test_typed_operations():
 
 
 @needs_triton
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_compiles_without_breaks(recompute):
     block = Block(recompute=recompute)
     for mix in (block.two_phases, block.direct):

@@ -709,7 +709,7 @@ class TestStream:
 
     @torch.no_grad()
     @pytest.mark.parametrize("impl", IMPLS)
-    @pytest.mark.parametrize("window", [1, 2, 3, 7, 20])
+    @pytest.mark.parametrize("window", [1, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 7)), 3, 20])
     def test_window_without_gradients(self, impl, window):
         """A ring of so many slots, whatever part of it is read; with gradients all are kept."""
         slots = [draw(1, 3, 2, 8, seed=i) for i in range(14)]

@@ -233,7 +233,7 @@ class TestKernel:
     def test_gate(self, shape, parts, dtype):
         check(Layer(*shape, dtype=dtype, gate=True, **parts))
 
-    @pytest.mark.parametrize("sources", [2, 6])
+    @pytest.mark.parametrize("sources", [2, pytest.param(6, marks=pytest.mark.exhaustive)])
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_ends_of_the_gate(self, dtype, sources):
         """Without the mix and with all of it to the last bit, gradients too; and twice the same."""

@@ -211,6 +211,7 @@ def test_without_a_gpu_nothing_changes(called):
     assert called == []
 
 
+@pytest.mark.sampled(3)
 def test_models_take_it(family, build_awake, called, token_ids, monkeypatch):
     counts = count_parallel(monkeypatch)
     model, ids = build_awake(family, num_hidden_layers=2, depth_impl="triton"), token_ids(2, 6)

@@ -497,10 +497,10 @@ class TestImplementations:
             with pytest.raises(RuntimeError, match="impl='triton': .* not torch.float64"):
                 build(depth_impl="triton", **fields).double()(token_ids(2, 7))
 
-    def test_explicit_kernel_needs_triton(self, build, monkeypatch):
+    def test_explicit_kernel_needs_triton(self, tiny, monkeypatch):
         monkeypatch.setattr(depth_dispatch, "triton", None)
         with pytest.raises(RuntimeError, match="impl='triton': .* needs the package triton"):
-            build(depth_impl="triton")
+            DepthQwen3ForCausalLM(DepthQwen3Config(**tiny, depth_impl="triton"))
 
     @pytest.mark.interpreter
     @pytest.mark.parametrize(
@@ -565,7 +565,10 @@ class TestImplementations:
         "change",
         [
             lambda norm: norm.register_forward_hook(lambda _, __, output: 2 * output),
-            lambda norm: norm.register_forward_pre_hook(lambda _, args: (args[0] * torch.arange(16),)),
+            pytest.param(
+                lambda norm: norm.register_forward_pre_hook(lambda _, args: (args[0] * torch.arange(16),)),
+                marks=pytest.mark.exhaustive,
+            ),
             lambda norm: setattr(norm, "forward", lambda x: 2 * x),
         ],
         ids=["hook", "pre_hook", "forward"],

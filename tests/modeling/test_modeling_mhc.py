@@ -148,7 +148,13 @@ class TestStart:
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("fields", [{}, {"mhc_num_streams": 3, "mhc_sinkhorn_order": "rows_first"}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param({}, marks=pytest.mark.exhaustive),
+        {"mhc_num_streams": 3, "mhc_sinkhorn_order": "rows_first"},
+    ],
+)
 def test_kernels_in_training_and_decoding(build, token_ids, fields):
     ids, fields = token_ids(2, 9), {"num_hidden_layers": 2, "mhc_sinkhorn_iters": 3} | fields
     expected, model = (build(**fields, depth_impl=impl) for impl in ("reference", "triton"))

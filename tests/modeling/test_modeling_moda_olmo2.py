@@ -321,7 +321,14 @@ def test_norms_of_keys_are_called(build, token_ids, fields):
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("fields", [TestCausalLM.variants["row 5, reader norm"], {"moda_depth_window": 3}], ids=spread)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        TestCausalLM.variants["row 5, reader norm"],
+        pytest.param({"moda_depth_window": 3}, marks=pytest.mark.exhaustive),
+    ],
+    ids=spread,
+)
 def test_kernels_in_training_and_decoding(build, token_ids, fields):
     """The shared buffer, its gradients, and the path of a single token."""
     ids = token_ids(2, 9)
