@@ -33,7 +33,7 @@ class _WithSlots:
             for prefix, module in readers.items():
                 if options["prefix"].endswith(f"{prefix}.attn"):
                     options["num_heads"] *= 2
-                    options["sinks"] = module.sinks().to(self.device_config.device)
+                    options["sinks"] = module.sinks(options["num_kv_heads"]).to(self.device_config.device)
             return attention_class(**options)
 
         return make
