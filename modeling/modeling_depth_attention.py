@@ -105,7 +105,7 @@ class DepthAttention(DecoderAttention):
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
         if isinstance(attention_mask, CausalBias):
             attention = biased_attention
-        reader = self if self.later_passes is None else self.reader(cache_slot)
+        reader = self.reader(cache_slot)
         attn_output, attn_weights = attention(
             reader, query, keys, values, attention_mask, scaling=self.scaling, **self.reading_options(kwargs)
         )
@@ -120,8 +120,10 @@ class DepthAttention(DecoderAttention):
             value = value.clone()
         return attn_output, attn_weights, depth_weights, key, value
 
-    def reader(self, cache_slot: int) -> nn.Module:
-        """The module by which a server's attention function finds the cache of that slot."""
+    def reader(self, cache_slot: int | None) -> nn.Module:
+        """The module by which an attention function, if it is a server's, finds the cache of that slot."""
+        if self.later_passes is None or cache_slot is None:
+            return self
         passed = cache_slot // self.config.num_hidden_layers
         return self if passed == 0 else self.later_passes[passed - 1]
 
