@@ -97,7 +97,7 @@ class _WithDepth:
     quant_config: Any
     text_config: Any
 
-    def pipeline_parallel(self) -> None:
+    def pipeline_parallel(self):
         stages = self.parallel_config.pipeline_parallel_size
         if stages > 1 and self.model.mixes_layers(self.text_config):
             raise ValueError(
@@ -106,7 +106,7 @@ class _WithDepth:
             )
         super().pipeline_parallel()
 
-    def recursive_replace(self) -> None:
+    def recursive_replace(self):
         ranks = self.parallel_config.tensor_parallel_size
         if ranks > 1:
             self.divide_heads(ranks)
@@ -134,10 +134,9 @@ class _WithDepth:
             for name, style in self.model.tp_plan.items()
         }
         for name, module in self.model.named_modules():
-            if isinstance(module, MixingModule) and module.is_gate and module.weight.ndim:
-                weight = torch.empty(
-                    len(module.weight) // ranks, dtype=torch.float32, device=self.device_config.device
-                )
+            if isinstance(module, MixingModule) and module.is_gate:
+                heads = len(module.get_parameter("weight")) // ranks
+                weight = torch.empty(heads, dtype=torch.float32, device=self.device_config.device)
                 module.weight = nn.Parameter(weight, requires_grad=False)
                 set_weight_attrs(module.weight, {"weight_loader": sharded_weight_loader(0)})
             elif isinstance(module, MoDALayer):
