@@ -16,6 +16,7 @@ of this module, which happens only where they are used, lets the models be built
 """
 
 import re
+import types
 from collections.abc import Sequence
 from functools import reduce
 from typing import Any
@@ -23,12 +24,14 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config import CompilationMode
-from vllm.model_executor.layers.linear import MergedColumnParallelLinear
+from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 from vllm.model_executor.model_loader.weight_utils import sharded_weight_loader
 from vllm.model_executor.models import transformers as backend
+from vllm.model_executor.models.utils import WeightsMapper
 from vllm.model_executor.utils import set_weight_attrs
 
 from depthmix.kernels.depth_precision import accumulation_dtype, mix_dtype
+from depthmix.modeling.decoder_layers import DecoderAttention
 from depthmix.modeling.mixing_modules import MixingModule
 from depthmix.modeling.modeling_attnres import AttnResMixer
 from depthmix.modeling.modeling_depth_attention import SERVERS_WITH_PASSES
@@ -39,6 +42,8 @@ SERVER_IMPLEMENTATIONS.add("vllm")
 SERVERS_WITH_PASSES.add("vllm")
 # plans with whole heads on each device are for norms over all heads, and vLLM's gather by themselves
 DIVIDED = {"colwise_gather_output": "colwise", "rowwise_split_input": "rowwise"}
+# projections that are one matrix product, and what vLLM calls them
+PARTS = {"q_proj": "q", "k_proj": "k", "v_proj": "v"}
 
 
 class CompiledMixer(AttnResMixer):
@@ -78,6 +83,12 @@ class CompiledMixer(AttnResMixer):
         return every[-1], mixed.to(mix_dtype(*every)), None
 
 
+def project_together(attention: Any, hidden_states: torch.Tensor) -> Sequence[torch.Tensor]:
+    """What `DecoderAttention.project` returns, by one matrix product."""
+    merged = attention.qkv_proj
+    return merged(hidden_states).split([size // merged.tp_size for size in merged.output_sizes], -1)
+
+
 class AttentionOfPass(nn.Module):
     """The attention of vLLM's by which a layer reads in one of the later passes, where its function looks for it."""
 
@@ -92,7 +103,9 @@ class _WithDepth:
     compilation_config: Any
     config: Any
     device_config: Any
+    hf_to_vllm_mapper: Any
     model: Any
+    packed_modules_mapping: dict[str, list[str]]
     parallel_config: Any
     quant_config: Any
     text_config: Any
@@ -114,7 +127,35 @@ class _WithDepth:
             for module in self.model.modules():
                 if type(module) is AttnResMixer:
                     module.__class__ = CompiledMixer
+        self.merge_projections()
         super().recursive_replace()
+
+    def merge_projections(self) -> None:
+        """
+        Makes one product of those for queries, keys and values. The backend does it by itself only where a forward
+        calls the three by name.
+        """
+        stacked = {}
+        for name, module in [*self.model.named_modules()]:
+            if isinstance(module, DecoderAttention):
+                path, query, key = f"model.{name}", module.q_proj, module.k_proj
+                module.qkv_proj = QKVParallelLinear(
+                    hidden_size=query.in_features,
+                    head_size=module.head_dim,
+                    total_num_heads=query.out_features // module.head_dim,
+                    total_num_kv_heads=key.out_features // module.head_dim,
+                    bias=query.bias is not None,
+                    quant_config=self.quant_config,
+                    prefix=f"{path}.qkv_proj",
+                    return_bias=False,
+                )
+                for projection, part in PARTS.items():
+                    delattr(module, projection)
+                    stacked[f"{path}.{projection}"] = (f"{path}.qkv_proj", part)
+                vars(module)["project"] = types.MethodType(project_together, module)
+        for packed in filter(None, (self, self.quant_config)):
+            packed.packed_modules_mapping["qkv_proj"] = [*PARTS]
+        self.hf_to_vllm_mapper |= WeightsMapper(orig_to_new_stacked=stacked)
 
     def divide_heads(self, ranks: int) -> None:
         """
