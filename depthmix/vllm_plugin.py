@@ -7,8 +7,7 @@ backend, which asks no Auto class: without it a folder has to bring its code, fo
 from depthmix.families import FAMILIES
 
 
-BACKEND = "vllm.model_executor.models.transformers"
-MODA_BACKEND = "depthmix.vllm_moda"
+BACKEND = "depthmix.vllm_models"
 
 
 def register() -> None:
@@ -16,11 +15,7 @@ def register() -> None:
     # vLLM calls this, so it is there, and may not be imported before it
     from vllm.model_executor.models import ModelRegistry
 
-    from depthmix.modeling.modeling_moda import SERVER_IMPLEMENTATIONS
-
-    SERVER_IMPLEMENTATIONS.add("vllm")
     for family in FAMILIES.values():
-        module = MODA_BACKEND if family.method == "moda" else BACKEND
         backend_class = "TransformersMoEForCausalLM" if family.backbone.has_experts else "TransformersForCausalLM"
         # a name is imported when such a model is served
-        ModelRegistry.register_model(f"{family.prefix}ForCausalLM", f"{module}:{backend_class}")
+        ModelRegistry.register_model(f"{family.prefix}ForCausalLM", f"{BACKEND}:{backend_class}")

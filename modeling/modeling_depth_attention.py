@@ -27,8 +27,10 @@ from .mixing_modules import MixingModule, mixing_dtype
 from .transformers_versions import accepts_both_cache_names
 
 
-# attention functions of servers, which keep keys and values by layer, not by layer and pass
+# attention functions of servers, which keep keys and values by layer, not by layer and pass; and those of them that
+# have a plugin of ours, which gives a layer one attention more for each later pass
 SERVER_ATTENTIONS = ("sglang", "vllm", "vllm_mla")
+SERVERS_WITH_PASSES: set[str] = set()
 
 
 class DepthGate(MixingModule):
@@ -54,6 +56,7 @@ class DepthAttention(DecoderAttention):
         # a source in one of the passes returns its key and value in all of them
         self.is_depth_source = layer_idx in source_layers(config)
         self.is_looped = config.num_loops > 1
+        self.later_passes: nn.ModuleList | None = None
         has_gate = config.depth_gate and layer_idx in mixing_layers(config)
         self.depth_gate = DepthGate(config) if has_gate else None
 
@@ -77,7 +80,9 @@ class DepthAttention(DecoderAttention):
         """
         caches = past_key_values, kwargs.get("cache")
         if self.is_looped and (
-            not all(isinstance(cache, Cache | None) for cache in caches) or "attention_instances" in kwargs
+            not all(isinstance(cache, Cache | None) for cache in caches)
+            or "attention_instances" in kwargs
+            or (self.later_passes is None and self.config._attn_implementation in SERVER_ATTENTIONS)
         ):
             raise ValueError(
                 "num_loops > 1: continuous batching and attention functions of servers are not supported, since they "
@@ -100,8 +105,9 @@ class DepthAttention(DecoderAttention):
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
         if isinstance(attention_mask, CausalBias):
             attention = biased_attention
+        reader = self.reader(cache_slot)
         attn_output, attn_weights = attention(
-            self, query, keys, values, attention_mask, scaling=self.scaling, **self.reading_options(kwargs)
+            reader, query, keys, values, attention_mask, scaling=self.scaling, **self.reading_options(kwargs)
         )
         attn_output = self.project_output(attn_output, query)
         if not self.is_depth_source:
@@ -113,6 +119,13 @@ class DepthAttention(DecoderAttention):
             # an unmixed value is a view of the projection's output, and FSDP2 warns of modules that return views
             value = value.clone()
         return attn_output, attn_weights, depth_weights, key, value
+
+    def reader(self, cache_slot: int | None) -> nn.Module:
+        """The module by which an attention function, if it is a server's, finds the cache of that slot."""
+        if self.later_passes is None or cache_slot is None:
+            return self
+        passed = cache_slot // self.config.num_hidden_layers
+        return self if passed == 0 else self.later_passes[passed - 1]
 
 
 def source_layers(config: PreTrainedConfig) -> set[int]:
@@ -223,10 +236,11 @@ class DepthAttentionDecoder(DepthDecoderModel):
         return any(config.depth_sources) or config.num_loops > 1
 
     def add_modules(self, config: PreTrainedConfig) -> None:
-        if config.num_loops > 1 and config._attn_implementation in SERVER_ATTENTIONS:
+        implementation = config._attn_implementation
+        if config.num_loops > 1 and implementation in SERVER_ATTENTIONS and implementation not in SERVERS_WITH_PASSES:
             raise ValueError(
-                f"num_loops={config.num_loops}: must be 1 with attn_implementation={config._attn_implementation!r}, "
-                "since this server keeps the keys and values of one pass only."
+                f"num_loops={config.num_loops}: must be 1 with attn_implementation={implementation!r}, since this "
+                "server keeps the keys and values of one pass only. In vLLM, depthmix keeps all where it is installed."
             )
         self.depth_sources = config.depth_sources
         self.last_reader = {source: reader for reader, read in enumerate(self.depth_sources) for source in read}

@@ -242,10 +242,10 @@ class MoDAAttention(DecoderAttention):
         groups = query.unflatten(1, (-1, self.num_key_value_groups))
         return torch.cat([groups, groups], dim=2).flatten(1, 2)
 
-    def sinks(self) -> torch.Tensor:
-        """The logits of the sinks of these heads, fp32: none for a group's queries, one for each the second time."""
+    def sinks(self, kv_heads: int) -> torch.Tensor:
+        """The sinks' logits for so many heads, fp32: none for a group's queries, one for each the second time."""
         group = self.num_key_value_groups
-        return torch.tensor([*[NO_SINK] * group, *[SINK] * group]).repeat(self.config.num_key_value_heads)
+        return torch.tensor([*[NO_SINK] * group, *[SINK] * group]).repeat(kv_heads)
 
     def merge_slots(
         self,

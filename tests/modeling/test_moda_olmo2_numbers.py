@@ -156,7 +156,7 @@ def attention_with_sinks(module, query, key, value, attention_mask, scaling, **k
     hidden = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
     scores = (query @ keys.mT * scaling).masked_fill(hidden, float("-inf"))
     if module.first_slot < module.last_slot:
-        sinks = module.sinks().to(scores).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        sinks = module.sinks(key.shape[1]).to(scores).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
         weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
     else:
         weights = scores.softmax(-1)

@@ -18,6 +18,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from depthmix import DepthQwen3Config, DepthQwen3ForCausalLM, DepthQwen3ForSequenceClassification
 from depthmix.kernels import depth_dispatch
+from depthmix.modeling import modeling_depth_attention
+from depthmix.modeling.decoder_layers import eager_attention
 from depthmix.modeling.lent_weights import DepthRMSNorm
 
 
@@ -194,6 +196,28 @@ class TestLooped:
         exited = model(ids).logits
         model.config.num_hidden_layers = 3
         assert_close(exited, model.lm_head(model.model.norm(states[2])))
+
+    @torch.no_grad()
+    def test_a_server_keeps_each_pass(self, build, token_ids, monkeypatch):
+        """Token by token, with an attention function that finds keys and values at the module it is called for."""
+
+        def attend(module, query, key, value, attention_mask, **kwargs):
+            earlier = getattr(module, "kept", (key[:, :, :0], value[:, :, :0]))
+            module.kept = [torch.cat(each, 2) for each in zip(earlier, (key, value), strict=True)]
+            return eager_attention(module, query, *module.kept, None, **kwargs)
+
+        model, ids = build(**LOOPED), token_ids(1, 6)
+        expected = model(ids).logits
+        monkeypatch.setattr(modeling_depth_attention, "SERVER_ATTENTIONS", ("keeps",))
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "keeps", attend)
+        model.config._attn_implementation = "keeps"
+        options = {"attention_mask": torch.zeros(1, 1, 1, 1), "use_cache": False}
+        with pytest.raises(ValueError, match="keep the keys and values of one pass only"):
+            model(ids[:, :1], **options)
+        for layer in model.model.layers:
+            layer.self_attn.later_passes = nn.ModuleList([nn.Module()])
+        found = [model(ids[:, [i]], position_ids=torch.tensor([[i]]), **options).logits for i in range(6)]
+        assert_close(torch.cat(found, 1), expected)
 
     def test_other_keepers_of_keys_and_values_are_refused(self, build, token_ids):
         with pytest.raises(ValueError, match="continuous batching and attention functions of servers"):

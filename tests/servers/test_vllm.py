@@ -22,9 +22,11 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from depthmix import AttnResConfig
 from depthmix.conversion import convert
+from depthmix.modeling.modeling_attnres import AttnResMixer
 
 
 pytestmark = pytest.mark.timeout(1200)
@@ -108,16 +110,20 @@ def wake(model):
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
-    """`checkpoint(method, **shape)` converts a small random Qwen3, wakes the mixing and gives the saved folder."""
+    """
+    `checkpoint(method, **shape)` converts a small random Qwen3, or another parent, wakes the mixing and gives the
+    saved folder.
+    """
     made = {}
 
-    def checkpoint(method: str, retrofit: bool = True, **shape) -> Path:
-        key = method, retrofit, *shape.items()
+    def checkpoint(method: str, retrofit: bool = True, parent: str = "qwen3", **shape) -> Path:
+        key = method, retrofit, parent, *shape.items()
         if key not in made:
             torch.manual_seed(0)
             folder = tmp_path_factory.mktemp(method)
             fields = {name: shape.pop(name) for name in ("num_loops",) if name in shape}
-            Qwen3ForCausalLM(Qwen3Config(**SHAPE | shape)).save_pretrained(folder / "vanilla")
+            config = AutoConfig.for_model(parent, **SHAPE | shape)
+            AutoModelForCausalLM.from_config(config).save_pretrained(folder / "vanilla")
             convert(folder / "vanilla", folder / "fresh", to=method, retrofit=retrofit, **METHODS.get(method, {}))
             model = AutoModelForCausalLM.from_pretrained(folder / "fresh", **fields)
             wake(model).save_pretrained(folder / "saved")
@@ -219,16 +225,35 @@ def installed(tmp_path) -> str:
 
 
 def test_as_an_installed_plugin(checkpoint, run_vllm, installed, tmp_path):
-    """Without `trust_remote_code`, and without the code of the folder."""
+    """Compiled, without `trust_remote_code`, and without the code of the folder."""
     folder, prompts = checkpoint("attnres"), random_prompts()
     copy = tmp_path / "without_code"
     shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("*.py"))
     config = json.loads((copy / "config.json").read_text())
     del config["auto_map"]
     (copy / "config.json").write_text(json.dumps(config))
-    answer, log = run_vllm(copy, prompts, python_path=installed, trust_remote_code=False, **CHUNKED, **UNCOMPILED)
+    answer, log = run_vllm(copy, prompts, python_path=installed, trust_remote_code=False, **CHUNKED)
     assert answer is not None, log[-4000:]
     assert answer["texts"] == [generated(folder, prompts)]
+
+
+@pytest.mark.parametrize("fields", [{}, {"attnres_scale": "sum"}, {"attnres_recency_bias": True}], ids=str)
+@torch.no_grad()
+def test_mixer_of_compiled_models(fields):
+    """What the plugin gives compilers in place of the usual operations."""
+    from depthmix.vllm_models import CompiledMixer
+
+    torch.manual_seed(0)
+    mixer, plain = (kind(AttnResConfig(**SHAPE, **fields)) for kind in (CompiledMixer, AttnResMixer))
+    plain.load_state_dict(wake(mixer).state_dict())
+    partial, update, *sources = torch.randn(5, 2, 7, 128)
+    for given in ((partial, update), (partial, None), (None, update)):
+        found, expected = mixer(*given, sources), plain(*given, sources)
+        torch.testing.assert_close(found, expected)
+    assert mixer(partial, None, ())[1].equal(partial)
+    # where weights are asked for, or a norm is taken along, the usual operations work
+    asked = {"output_norm_weight": torch.ones(128), "output_depth_weights": True}
+    torch.testing.assert_close(mixer(partial, update, sources, **asked), plain(partial, update, sources, **asked))
 
 
 @pytest.mark.parametrize("retrofit", [False, True], ids=["published", "gated"])
@@ -238,6 +263,18 @@ def test_moda_by_the_plugin(retrofit, checkpoint, run_vllm, installed):
     answer, log = run_vllm(folder, prompts, python_path=installed, trust_remote_code=False, **CHUNKED)
     assert answer is not None, log[-4000:]
     assert answer["texts"] == [generated(folder, prompts)]
+
+
+@pytest.mark.parametrize("loops", [2, 3])
+def test_looped_by_the_plugin(loops, checkpoint, run_vllm, installed):
+    """Compiled; each pass has a cache of its own."""
+    folder, prompts = checkpoint("depth_attention", num_loops=loops), random_prompts()
+    options = {"python_path": installed, "trust_remote_code": False, "block_size": 32, "rounds": 2}
+    answer, log = run_vllm(folder, prompts, **options, **CHUNKED)
+    assert answer is not None, log[-4000:]
+    expected = generated(folder, prompts)
+    assert answer["texts"] == [expected, expected]
+    assert answer["cached_tokens"] > 500
 
 
 needs_two_cores = pytest.mark.skipif(os.cpu_count() < 2, reason="each rank wants a core of its own")
@@ -253,8 +290,46 @@ def test_two_ranks(checkpoint, run_vllm):
 
 
 @needs_two_cores
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("depth_attention", {}),
+        ("depth_attention", {"num_loops": 2}),
+        ("depth_attention", {"parent": "olmo2"}),
+        ("moda", {}),
+        ("moda", {"retrofit": False}),
+        ("moda", {"retrofit": False, "parent": "olmo2"}),
+    ],
+    ids=str,
+)
+def test_two_ranks_by_the_plugin(method, options, checkpoint, run_vllm, installed):
+    """Its gate and its part of a slot are where a head is. OLMo2's norms go over all heads."""
+    folder, prompts = checkpoint(method, **options), random_prompts()
+    settings = {"python_path": installed, "trust_remote_code": False, "tensor_parallel_size": 2, "threads": "0|1"}
+    answer, log = run_vllm(folder, prompts, **settings, **CHUNKED, **UNCOMPILED)
+    assert answer is not None, log[-4000:]
+    assert answer["texts"] == [generated(folder, prompts)]
+
+
+@needs_two_cores
+@pytest.mark.parametrize(
+    ("options", "sizes", "message"),
+    [
+        ({"num_key_value_heads": 1}, {"tensor_parallel_size": 2}, "must divide num_key_value_heads=1"),
+        ({}, {"pipeline_parallel_size": 2}, "pipeline_parallel_size=2: must be 1 with depth mixing"),
+    ],
+    ids=["heads", "stages"],
+)
+def test_what_cannot_be_divided_is_refused(options, sizes, message, checkpoint, run_vllm, installed):
+    settings = {"python_path": installed, "trust_remote_code": False, "threads": "0|1"}
+    answer, log = run_vllm(checkpoint("depth_attention", **options), **settings, **sizes, **UNCOMPILED)
+    assert answer is None
+    assert message in log
+
+
+@needs_two_cores
 def test_gates_on_two_ranks_are_refused(checkpoint, run_vllm):
-    """Each device would need to know which of the heads it has."""
+    """Without the plugin, each device would need to know which of the heads it has."""
     answer, log = run_vllm(checkpoint("depth_attention"), tensor_parallel_size=2, threads="0|1", **UNCOMPILED)
     assert answer is None
     assert "depth_gate=True" in log and "tensor parallelism" in log
