@@ -67,4 +67,6 @@ def table(rows: list[Row]) -> Iterator[str]:
 
 
 def summary(rows: Iterable[Row]) -> str:
-    return "\n\n".join("\n".join(table(group)) for group in groups(rows))
+    """Tables of all settings that a comparison was run with, which begins with seed 0."""
+    compared = [group for group in groups(rows) if any(row.seed == 0 for row in group)]
+    return "\n\n".join("\n".join(table(group)) for group in compared)
