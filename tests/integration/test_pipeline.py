@@ -4,6 +4,7 @@
 import copy
 import itertools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
 from depthmix import AttnResForCausalLM, DepthQwen3Config, DepthQwen3ForCausalLM
 from depthmix.families import FAMILIES
-from depthmix.pipeline import Plan, next_token_loss, pipeline_stages
+from depthmix.pipeline import PipelinePart, Plan, RankStore, next_token_loss, pipeline_stages
 
 
 WORKER = Path(__file__).with_name("pipeline_worker.py")
@@ -171,6 +172,18 @@ def test_every_backbone(pair, one_process):
     for name, parameter in model.named_parameters():
         norm = grads[name].norm().clamp(min=1e-3 * largest)
         assert (parameter.grad - grads[name]).norm() < tolerance * norm, name
+
+
+@pytest.mark.parametrize("rows, length", [(2, 5), (1, 9)])
+def test_shapes_that_ranks_do_not_expect(rows, length, awake):
+    """A shorter microbatch would reach the next rank in a buffer whose rest is that of the one before."""
+    model = awake("attnres").double()
+    part = PipelinePart(model, Plan(8, 2, 2, model.model.handed_on()), 0, RankStore())
+    part(ids_of(2, 9))
+    part.microbatch = 1
+    part(ids_of(2, 9))
+    with pytest.raises(ValueError, match=re.escape(f"shape [{rows}, {length}]: must be [2, 9]")):
+        part(ids_of(rows, length))
 
 
 @pytest.mark.parametrize(
