@@ -242,6 +242,9 @@ class PipelinePart(nn.Module):
             )
         if self.is_first:
             hidden_states = self.model.embed_tokens(hidden_states)
+            # schedules go back through every stage, also where all parameters up to there are frozen
+            if torch.is_grad_enabled() and not hidden_states.requires_grad:
+                hidden_states.requires_grad_()
         else:
             hidden_states, *others = (_Receive.apply(tensor) for tensor in (hidden_states, *received))
             received = tuple(others)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from family_models import AWAKE_FIELDS, ids_of, new_model, wake
-from torch.distributed.pipelining import ScheduleInterleaved1F1B
+from torch.distributed.pipelining import ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 
 from depthmix import AttnResForCausalLM, DepthQwen3Config, DepthQwen3ForCausalLM
 from depthmix.families import FAMILIES
@@ -172,6 +172,23 @@ def test_every_backbone(pair, one_process):
     for name, parameter in model.named_parameters():
         norm = grads[name].norm().clamp(min=1e-3 * largest)
         assert (parameter.grad - grads[name]).norm() < tolerance * norm, name
+
+
+@pytest.mark.parametrize("name", ["depth_attention", "attnres"])
+@pytest.mark.parametrize("schedule_class", [ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble])
+def test_frozen_parameters(name, schedule_class, awake, one_process):
+    """Whole stages at the start have nothing to train, and the last has nothing but a layer."""
+    model = awake(name, num_hidden_layers=4).double().requires_grad_(False)
+    model.model.layers[-1].requires_grad_(True)
+    whole, ids, losses = copy.deepcopy(model), ids_of(4, 9), []
+    schedule = schedule_class(pipeline_stages(model, 4, "cpu"), n_microbatches=2, loss_fn=next_token_loss)
+    schedule.step(ids, target=ids, losses=losses)
+    expected = next_token_loss(whole(ids).logits, ids)
+    expected.backward()
+    assert sum(losses).item() / 2 == pytest.approx(expected.item(), abs=1e-10)
+    for (parameter_name, parameter), other in zip(model.named_parameters(), whole.parameters(), strict=True):
+        assert (parameter.grad is None) == (other.grad is None), parameter_name
+        torch.testing.assert_close(parameter.grad, other.grad)
 
 
 @pytest.mark.parametrize("rows, length", [(2, 5), (1, 9)])
