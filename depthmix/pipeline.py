@@ -323,6 +323,12 @@ class DepthPipelineStage(PipelineStage):
         return grads, groups
 
     def clear_runtime_states(self) -> None:
+        # a schedule has said by now where it takes each stage to be
+        if (rank := self.stage_index_to_group_rank[self.stage_index]) != self.group_rank:
+            raise ValueError(
+                f"Stage {self.stage_index} is on rank {self.group_rank}, and its schedule looks on rank {rank}: "
+                "must be one that deals stages in turn, not in the shape of a V."
+            )
         super().clear_runtime_states()
         # something is left only where the step before has failed
         self.leaves.clear()

@@ -203,6 +203,14 @@ def test_shapes_that_ranks_do_not_expect(rows, length, awake):
         part(ids_of(rows, length))
 
 
+def test_schedules_that_deal_stages_otherwise(awake, one_process):
+    stages = pipeline_stages(awake("attnres"), 2, "cpu")
+    schedule = ScheduleInterleaved1F1B(stages, n_microbatches=2, loss_fn=next_token_loss)
+    stages[1].stage_index_to_group_rank = {0: 0, 1: 1}
+    with pytest.raises(ValueError, match="Stage 1 is on rank 0, and its schedule looks on rank 1"):
+        schedule.step(ids_of(2, 9), target=ids_of(2, 9))
+
+
 @pytest.mark.parametrize(
     "fields, error",
     [
