@@ -176,10 +176,16 @@ def test_every_backbone(pair, one_process):
 
 @pytest.mark.parametrize("name", ["depth_attention", "attnres"])
 @pytest.mark.parametrize("schedule_class", [ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble])
-def test_frozen_parameters(name, schedule_class, awake, one_process):
-    """Whole stages at the start have nothing to train, and the last has nothing but a layer."""
-    model = awake(name, num_hidden_layers=4).double().requires_grad_(False)
-    model.model.layers[-1].requires_grad_(True)
+@pytest.mark.parametrize("kind", ["frozen", "checkpointing"])
+def test_frozen_parameters_and_checkpointing(kind, name, schedule_class, awake, one_process):
+    model = awake(name, num_hidden_layers=4).double()
+    if kind == "frozen":
+        # whole stages at the start have nothing to train, and the last has nothing but a layer
+        model.requires_grad_(False).model.layers[-1].requires_grad_(True)
+    else:
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+        model.train()
     whole, ids, losses = copy.deepcopy(model), ids_of(4, 9), []
     schedule = schedule_class(pipeline_stages(model, 4, "cpu"), n_microbatches=2, loss_fn=next_token_loss)
     schedule.step(ids, target=ids, losses=losses)
