@@ -190,6 +190,8 @@ class PipelinePart(nn.Module):
         self.is_first, self.is_last = stage == 0, stage == plan.num_stages - 1
         # schedules tell a module nothing of the microbatch that it runs; None while they find out shapes
         self.microbatch: int | None = None
+        # that of the microbatch from which schedules have found out how much ranks send each other
+        self.expected: torch.Size | None = None
         base = copy.copy(model.model)
         base._modules = dict(base._modules)
         layers = plan.layers(stage)
@@ -224,9 +226,25 @@ class PipelinePart(nn.Module):
 
         Returns:
             The hidden states and the items for the next stage, or, in the last one, the logits `[B, T, vocab_size]`.
+
+        Raises:
+            `ValueError`: in the first stage, for a microbatch of another shape than the ranks are ready to receive.
         """
+        shape = hidden_states.shape
+        if self.microbatch is None:
+            self.expected = shape
+        # a shorter one would arrive in buffers whose rest is of the microbatch before
+        elif self.is_first and self.plan.num_ranks > 1 and shape != self.expected:
+            raise ValueError(
+                f"Microbatch {self.microbatch} has tokens of shape {list(shape)}: must be {list(self.expected or ())} "
+                "as when the schedule set up what ranks send each other. Pad the batch, or make another schedule for "
+                "this shape."
+            )
         if self.is_first:
             hidden_states = self.model.embed_tokens(hidden_states)
+            # schedules go back through every stage, also where all parameters up to there are frozen
+            if torch.is_grad_enabled() and not hidden_states.requires_grad:
+                hidden_states.requires_grad_()
         else:
             hidden_states, *others = (_Receive.apply(tensor) for tensor in (hidden_states, *received))
             received = tuple(others)
@@ -305,6 +323,12 @@ class DepthPipelineStage(PipelineStage):
         return grads, groups
 
     def clear_runtime_states(self) -> None:
+        # a schedule has said by now where it takes each stage to be
+        if (rank := self.stage_index_to_group_rank[self.stage_index]) != self.group_rank:
+            raise ValueError(
+                f"Stage {self.stage_index} is on rank {self.group_rank}, and its schedule looks on rank {rank}: "
+                "must be one that deals stages in turn, not in the shape of a V."
+            )
         super().clear_runtime_states()
         # something is left only where the step before has failed
         self.leaves.clear()

@@ -4,6 +4,7 @@
 import copy
 import itertools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 from family_models import AWAKE_FIELDS, ids_of, new_model, wake
-from torch.distributed.pipelining import ScheduleInterleaved1F1B
+from torch.distributed.pipelining import ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 
 from depthmix import AttnResForCausalLM, DepthQwen3Config, DepthQwen3ForCausalLM
 from depthmix.families import FAMILIES
-from depthmix.pipeline import Plan, next_token_loss, pipeline_stages
+from depthmix.pipeline import PipelinePart, Plan, RankStore, next_token_loss, pipeline_stages
 
 
 WORKER = Path(__file__).with_name("pipeline_worker.py")
@@ -171,6 +172,49 @@ def test_every_backbone(pair, one_process):
     for name, parameter in model.named_parameters():
         norm = grads[name].norm().clamp(min=1e-3 * largest)
         assert (parameter.grad - grads[name]).norm() < tolerance * norm, name
+
+
+@pytest.mark.parametrize("name", ["depth_attention", "attnres"])
+@pytest.mark.parametrize("schedule_class", [ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble])
+@pytest.mark.parametrize("kind", ["frozen", "checkpointing"])
+def test_frozen_parameters_and_checkpointing(kind, name, schedule_class, awake, one_process):
+    model = awake(name, num_hidden_layers=4).double()
+    if kind == "frozen":
+        # whole stages at the start have nothing to train, and the last has nothing but a layer
+        model.requires_grad_(False).model.layers[-1].requires_grad_(True)
+    else:
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+        model.train()
+    whole, ids, losses = copy.deepcopy(model), ids_of(4, 9), []
+    schedule = schedule_class(pipeline_stages(model, 4, "cpu"), n_microbatches=2, loss_fn=next_token_loss)
+    schedule.step(ids, target=ids, losses=losses)
+    expected = next_token_loss(whole(ids).logits, ids)
+    expected.backward()
+    assert sum(losses).item() / 2 == pytest.approx(expected.item(), abs=1e-10)
+    for (parameter_name, parameter), other in zip(model.named_parameters(), whole.parameters(), strict=True):
+        assert (parameter.grad is None) == (other.grad is None), parameter_name
+        torch.testing.assert_close(parameter.grad, other.grad)
+
+
+@pytest.mark.parametrize("rows, length", [(2, 5), (1, 9)])
+def test_shapes_that_ranks_do_not_expect(rows, length, awake):
+    """A shorter microbatch would reach the next rank in a buffer whose rest is that of the one before."""
+    model = awake("attnres").double()
+    part = PipelinePart(model, Plan(8, 2, 2, model.model.handed_on()), 0, RankStore())
+    part(ids_of(2, 9))
+    part.microbatch = 1
+    part(ids_of(2, 9))
+    with pytest.raises(ValueError, match=re.escape(f"shape [{rows}, {length}]: must be [2, 9]")):
+        part(ids_of(rows, length))
+
+
+def test_schedules_that_deal_stages_otherwise(awake, one_process):
+    stages = pipeline_stages(awake("attnres"), 2, "cpu")
+    schedule = ScheduleInterleaved1F1B(stages, n_microbatches=2, loss_fn=next_token_loss)
+    stages[1].stage_index_to_group_rank = {0: 0, 1: 1}
+    with pytest.raises(ValueError, match="Stage 1 is on rank 0, and its schedule looks on rank 1"):
+        schedule.step(ids_of(2, 9), target=ids_of(2, 9))
 
 
 @pytest.mark.parametrize(
